@@ -1,0 +1,46 @@
+# Every target sets up .venv by itself; nothing is installed again until pyproject.toml or constraints.txt changes.
+# Extra arguments: make test ARGS="-k fold"
+
+PYTHON ?= python3
+ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.stamp-installed
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-slow lint bench families clean
+
+help: ## Show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+# torch first and by itself: the constraint decides its version before anything else can ask for another one.
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q -c constraints.txt torch
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[hf,export,dev]'
+	@touch $@
+
+demo: $(STAMP) ## Take DeiT-S apart by the paper's plan: inspect, merge, bench, save, load
+	$(BIN)/python -m hetdpt demo $(ARGS)
+
+test: $(STAMP) ## Run the tests and doctests, without the slow ones
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(ARGS)
+
+test-slow: $(STAMP) ## Run only the slow tests
+	$(BIN)/python -m pytest -m slow $(ARGS)
+
+lint: $(STAMP) ## Check style, format and types
+	$(BIN)/python -m ruff check .
+	$(BIN)/python -m ruff format --check .
+	$(BIN)/python -m mypy
+
+bench: $(STAMP) ## Measure inference on this machine
+	$(BIN)/python benchmarks/inference.py $(ARGS)
+
+families: $(STAMP) ## Write docs/families.md: which model families work
+	$(BIN)/python benchmarks/families.py --out docs/families.md $(ARGS)
+
+clean: ## Remove caches and build artefacts (not .venv)
+	rm -rf build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true

@@ -1,0 +1,2 @@
+from hetdpt.torchvision_ops import install
+install()

@@ -1,0 +1,126 @@
+"""Residual branches of a traced model, found by structure alone, so that a family needs no entry here.
+
+* A branch is ``out = x + f(x)`` where nothing outside reads the inside of ``f``.
+* Attention is a matrix product of two values that both come from the image.
+
+What is inside a branch is the business of :mod:`hetdpt.adapters.anatomy`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from torch import nn
+
+from hetdpt.adapters.trace import IMAGE, Call, Node, Ref, Trace
+
+ADDITIONS = {"add", "add_"}
+PRODUCTS = {"bmm", "baddbmm", "mm", "matmul", "einsum"}
+
+
+@dataclass(frozen=True)
+class Branch:
+    """``out = x + f(x)``: the node of the sum, of ``x``, of the last node of ``f``, and all nodes of ``f``."""
+
+    out: Node
+    stream: Node
+    end: int
+    interior: frozenset[int]
+
+    @property
+    def owner(self) -> str:
+        """Path of the module whose ``forward`` adds the branch to the stream."""
+        return self.out.owner
+
+
+@dataclass(frozen=True)
+class Inside:
+    """A module that runs entirely inside a branch, once per forward pass, and so may be replaced."""
+
+    call: Call
+    is_effective: bool
+    """False for what only hands its input on in evaluation: dropout, drop path, identity."""
+
+    @property
+    def path(self) -> str:
+        return self.call.path
+
+    @property
+    def keeps_shape(self) -> bool:
+        given, made = self.call.input, self.call.output
+        return isinstance(given, Ref) and isinstance(made, Ref) and given.shape == made.shape
+
+
+class Reading:
+    """A trace with the look-ups that questions about it need."""
+
+    def __init__(self, model: nn.Module, trace: Trace) -> None:
+        self.nodes = trace.nodes
+        self.calls = sorted(trace.calls, key=lambda call: (call.start, -call.stop))
+        self.consumers = trace.consumers()
+        self.times_called = Counter(call.path for call in trace.calls)
+        self.modules = dict(model.named_modules())
+
+    def branches(self) -> list[Branch]:
+        """Return every closed residual branch, in order of execution."""
+        found = []
+        for node in self.nodes:
+            if node.op in ADDITIONS and len(node.inputs) == 2:
+                sides = (node.inputs, node.inputs[::-1])
+                found += [b for stream, end in sides if (b := self.branch(node, stream, end))][:1]
+        return found
+
+    def branch(self, out: Node, stream: int, end: int) -> Branch | None:
+        """Return ``out = stream + end`` as a branch if ``end`` depends on nothing but ``stream``."""
+        is_sum = stream > IMAGE and self.nodes[stream].shape == out.shape == self.nodes[end].shape
+        interior = self.between(stream, end) if is_sum else frozenset[int]()
+        readers = {reader for node in interior for reader in self.consumers[node]}
+        is_closed = bool(interior) and readers <= interior | {out.index}
+        return Branch(out, self.nodes[stream], end, interior) if is_closed else None
+
+    def between(self, stream: int, end: int) -> frozenset[int]:
+        """Return the nodes on the way from ``stream`` to ``end``; none where ``end`` has another source."""
+        seen: set[int] = set()
+        todo = [end]
+        while todo:
+            index = todo.pop()
+            if index < stream:
+                return frozenset()
+            if index not in seen and index != stream:
+                seen.add(index)
+                todo += self.sources(index)
+        return frozenset(seen)
+
+    def sources(self, index: int) -> list[int]:
+        """Return the operands of a node that depend on the image."""
+        return [i for i in self.nodes[index].inputs if self.nodes[i].is_derived]
+
+    def parameters_of(self, index: int) -> list[str]:
+        """Return the parameters a node reads, also through constants computed from them."""
+        node = self.nodes[index]
+        constants = [i for i in node.inputs if not self.nodes[i].is_derived]
+        return [*node.parameters, *(name for i in constants for name in self.parameters_of(i))]
+
+    def is_product(self, index: int) -> bool:
+        """Whether both factors of a matrix product depend on the image: the mark of attention."""
+        op = self.nodes[index].op
+        is_fused = op.startswith("_scaled_dot_product")
+        return is_fused or (op in PRODUCTS and len(self.sources(index)) >= 2)
+
+    def ran_in(self, call: Call) -> list[int]:
+        """Return the nodes of a call that depend on the image."""
+        return [i for i in range(call.start, call.stop) if self.nodes[i].is_derived]
+
+    def inside(self, branch: Branch) -> list[Inside]:
+        """Return the largest replaceable modules of ``branch``, in order of execution."""
+        found: list[Inside] = []
+        for call in self.calls:
+            ran = self.ran_in(call)
+            hands_on = not ran and call.input is not None and call.input.node in branch.interior
+            is_within = branch.interior.issuperset(ran) if ran else hands_on
+            is_once = self.times_called[call.path] == 1
+            is_part = any(call.path.startswith(f"{other.path}.") for other in found)
+            if is_within and is_once and not is_part:
+                found.append(Inside(call, is_effective=bool(ran)))
+        return found

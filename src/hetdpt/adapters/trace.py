@@ -1,0 +1,191 @@
+"""What a model does with one image, as a graph of operations that knows which module ran each of them.
+
+The model runs once on fake tensors: no arithmetic, no memory, any device (also ``meta``), any dtype. Nothing here
+knows what an attention layer is; :mod:`hetdpt.adapters.branches` reads the graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from copy import deepcopy
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+Watch = Callable[[nn.Module, dict[str, Tensor], Tensor], AbstractContextManager[object]]
+IMAGE = 0  # index of the node that stands for the model's input
+
+
+@dataclass(frozen=True)
+class Node:
+    """One operation. ``inputs`` are the nodes it reads, one per operand; constants and parameters are not nodes."""
+
+    index: int
+    op: str
+    inputs: tuple[int, ...]
+    parameters: tuple[str, ...]
+    shape: tuple[int, ...]
+    owner: str
+    """Path of the innermost module whose ``forward`` ran it."""
+    is_derived: bool
+    """Whether its value depends on the image."""
+
+
+@dataclass(frozen=True)
+class Ref:
+    """A tensor in a call: the node that made it (None for constants) and its shape."""
+
+    node: int | None
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of one module: nodes ``start`` (inclusive) to ``stop`` (exclusive) ran inside it."""
+
+    path: str
+    start: int
+    stop: int
+    arguments: tuple[Any, ...]
+    """Positional, then keyword: a ``Ref`` for a tensor, the value itself otherwise."""
+    results: tuple[Any, ...]
+    is_tuple: bool
+    """Whether the module returned ``results`` as a tuple or its only element by itself."""
+
+    @property
+    def input(self) -> Ref | None:
+        """The first tensor among the arguments."""
+        return next((value for value in self.arguments if isinstance(value, Ref)), None)
+
+    @property
+    def output(self) -> Any:
+        """The first result: a ``Ref`` for all layers of interest here."""
+        return self.results[0] if self.results else None
+
+
+@dataclass
+class Trace:
+    nodes: list[Node] = field(default_factory=list)
+    calls: list[Call] = field(default_factory=list)
+
+    def consumers(self) -> list[list[int]]:
+        """Return for each node the nodes that read it."""
+        readers: list[list[int]] = [[] for _ in self.nodes]
+        for node in self.nodes:
+            for source in set(node.inputs):
+                readers[source].append(node.index)
+        return readers
+
+
+class _Recorder(TorchDispatchMode):
+    def __init__(self, parameters: dict[int, str]) -> None:
+        super().__init__()
+        self.trace = Trace()
+        self.parameters = parameters
+        self.maker: dict[int, int] = {}
+        self.alive: list[Tensor] = []  # keeps ids unique while the trace is made
+        self.stack: list[str] = [""]
+
+    def add(self, op: str, sources: list[Any], results: list[Any]) -> None:
+        tensors = [t for t in sources if isinstance(t, Tensor)]
+        inputs = tuple(self.maker[id(t)] for t in tensors if id(t) in self.maker)
+        names = tuple(self.parameters[id(t)] for t in tensors if id(t) in self.parameters)
+        outputs = [t for t in results if isinstance(t, Tensor)]
+        if not outputs:  # questions such as "which device?"
+            return
+        index = len(self.trace.nodes)
+        is_derived = index == IMAGE or any(self.trace.nodes[i].is_derived for i in inputs)
+        shape = tuple(outputs[0].shape)
+        self.trace.nodes.append(Node(index, op, inputs, names, shape, self.stack[-1], is_derived))
+        for tensor in outputs:
+            self.maker[id(tensor)] = index
+            self.alive.append(tensor)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        results = func(*args, **(kwargs or {}))
+        self.add(func.overloadpacket.__name__, tree_leaves((args, kwargs)), tree_leaves(results))
+        return results
+
+    def ref(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return Ref(self.maker.get(id(value)), tuple(value.shape))
+        return value
+
+
+def _watch(recorder: _Recorder, path: str, module: nn.Module) -> list[Any]:
+    opened: list[tuple[int, tuple[Any, ...]]] = []
+
+    def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        arguments = tuple(recorder.ref(v) for v in (*args, *kwargs.values()))
+        opened.append((len(recorder.trace.nodes), arguments))
+        recorder.stack.append(path)
+
+    def after(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        recorder.stack.pop()
+        start, arguments = opened.pop()
+        values = output if isinstance(output, tuple) else (output,)
+        results = tuple(recorder.ref(v) for v in values)
+        stop = len(recorder.trace.nodes)
+        recorder.trace.calls.append(Call(path, start, stop, arguments, results, isinstance(output, tuple)))
+
+    return [
+        module.register_forward_pre_hook(before, with_kwargs=True),
+        module.register_forward_hook(after, with_kwargs=True),
+    ]
+
+
+def dry_run(model: nn.Module, shape: tuple[int, ...], watch: Watch) -> None:
+    """Run ``model`` once on images of ``shape`` (B, C, H, W), in eval mode, without arithmetic or memory.
+
+    ``watch`` gets the copy of the model that runs, stand-ins of its parameters and buffers by name, and the images; it
+    returns a context to run in.
+    Models whose control flow looks at values cannot run on fake tensors; they run on real zeros.
+    """
+    try:
+        copy = clone(model).eval()  # some models keep what they computed; a stand-in must not stay in them
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            _run_on_stand_ins(copy, shape, watch)
+    except DataDependentOutputException:
+        _run_on_stand_ins(clone(model).eval(), shape, watch)
+
+
+def clone(model: nn.Module) -> nn.Module:
+    """Return a copy of the modules of ``model`` around the very same tensors."""
+    tensors = (*model.parameters(), *model.buffers())
+    return deepcopy(model, {id(tensor): tensor for tensor in tensors})
+
+
+@torch.no_grad()
+def _run_on_stand_ins(model: nn.Module, shape: tuple[int, ...], watch: Watch) -> None:
+    tensors = dict((*model.named_parameters(), *model.named_buffers()))
+    dtype = next((t.dtype for t in tensors.values() if t.is_floating_point()), torch.float32)
+    stand_ins = {name: torch.zeros(t.shape, dtype=t.dtype, device="cpu") for name, t in tensors.items()}
+    images = torch.zeros(shape, dtype=dtype, device="cpu")
+    with watch(model, stand_ins, images):
+        torch.func.functional_call(model, stand_ins, (images,))
+
+
+def trace(model: nn.Module, input_size: tuple[int, int, int]) -> Trace:
+    """Return the graph of one forward pass on two images of ``input_size`` (C, H, W)."""
+    traces = []
+
+    @contextmanager
+    def record(copy: nn.Module, stand_ins: dict[str, Tensor], images: Tensor) -> Iterator[None]:
+        recorder = _Recorder({id(t): name for name, t in stand_ins.items()})
+        recorder.add("image", [], [images])
+        with ExitStack() as stack:
+            for path, module in copy.named_modules():
+                for hook in _watch(recorder, path, module):
+                    stack.callback(hook.remove)
+            stack.enter_context(recorder)
+            yield
+        traces.append(recorder.trace)
+
+    dry_run(model, (2, *input_size), record)
+    return traces[0]

@@ -1,0 +1,25 @@
+"""What goes wrong, in the user's words: what was expected, what came, what to do. Imports nothing."""
+
+
+class HetDPTError(Exception):
+    """Any foreseeable failure; its text is one sentence meant for the user."""
+
+
+class PlanError(HetDPTError):
+    """A plan that is malformed or does not fit the model."""
+
+
+class ModelError(HetDPTError):
+    """A model that cannot be found, built or taken apart."""
+
+
+class FoldError(HetDPTError):
+    """Layers that have no common linear form."""
+
+
+class FileError(HetDPTError):
+    """A file or directory that is missing, damaged, or would be overwritten."""
+
+
+class MeasureError(HetDPTError):
+    """A measurement that was asked for wrongly."""

@@ -1,0 +1,65 @@
+"""Files that are either whole or not there: atomic writes, checksums. No torch here."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from hetdpt.errors import FileError
+
+
+@contextmanager
+def new_directory(target: Path, overwrite: bool = False) -> Iterator[Path]:
+    """Give a scratch directory that becomes ``target`` when the block ends, all at once or not at all."""
+    if target.exists() and not overwrite and (not target.is_dir() or any(target.iterdir())):
+        raise FileError(f"{target} exists already; give another place, or overwrite it on purpose")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    try:
+        scratch.chmod(0o777 & ~_umask())
+        yield scratch
+        with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as aside:
+            if target.exists():
+                os.replace(target, Path(aside) / "old")
+            os.replace(scratch, target)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def write_sealed_json(path: Path, values: dict[str, Any]) -> None:
+    """Write ``values`` with a checksum of themselves, which ``read_sealed_json`` compares."""
+    path.write_text(json.dumps({**values, "checksum": _seal(values)}, indent=1) + "\n")
+
+
+def read_sealed_json(path: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise FileError(f"{path} is missing; a directory written by hetdpt.save was expected") from None
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise FileError(f"{path} is damaged: it is not JSON ({error}); save the model again") from None
+    if not isinstance(values, dict) or values.pop("checksum", None) != _seal(values):
+        raise FileError(f"{path} was altered or damaged since it was saved; save the model again")
+    return values
+
+
+def _seal(values: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()

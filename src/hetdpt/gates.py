@@ -1,0 +1,118 @@
+"""What "removed" means: the modules that stand in for a removed layer, and the gate that chooses between the two.
+
+y = m f(x) + (1 - m) r(x) with a mask m of 0 or 1; the gradient of m goes straight to a learnable importance (paper,
+Eq. 1 and 6). No architecture and no budget is known here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Extras = tuple[int | None, ...] | None
+
+
+class Removed(nn.Module):
+    """Stands where a layer was: takes any arguments and returns what the layer did, a tensor or a tuple.
+
+    ``extras`` say what follows the tensor in that tuple: an argument by its number, or None.
+    """
+
+    def __init__(self, extras: Extras = None) -> None:
+        super().__init__()
+        self.extras = extras
+
+    def replace(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        given = (*args, *kwargs.values())
+        y = self.replace(_first_tensor(given))
+        if self.extras is None:
+            return y
+        return y, *(None if number is None else given[number] for number in self.extras)
+
+
+class Pass(Removed):
+    """Hands its input on: r(x) = x."""
+
+    def replace(self, x: Tensor) -> Tensor:
+        return x
+
+
+class Zero(Removed):
+    """Adds nothing to the residual stream: r(x) = 0, one number in memory whatever the shape."""
+
+    def replace(self, x: Tensor) -> Tensor:
+        return x.new_zeros(()).expand(x.shape)
+
+
+class Gate(nn.Module):
+    """Runs a layer while open and its replacement once closed; a closed layer is not evaluated."""
+
+    def __init__(self, inner: nn.Module, removed: Removed) -> None:
+        super().__init__()
+        self.inner = inner
+        self.removed = removed
+        self.importance = nn.Parameter(torch.zeros(()))
+        self.is_open = True
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.is_open:
+            return self.removed(*args, **kwargs)
+        result = self.inner(*args, **kwargs)
+        kept = result[0] if isinstance(result, tuple) else result
+        other = None if isinstance(self.removed, Zero) else self.removed.replace(_first_tensor((*args, *kwargs.values())))
+        y = StraightThrough.apply(kept, other, self.importance)
+        return (y, *result[1:]) if isinstance(result, tuple) else y
+
+
+class Behind(nn.Module):
+    """Keeps a layer from running while the gate further down its branch is closed."""
+
+    def __init__(self, inner: nn.Module, gate: Gate, extras: Extras) -> None:
+        super().__init__()
+        self.inner = inner
+        self.gates = (gate,)  # a tuple, so that the gate is not registered a second time
+        self.passing = Pass(extras)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return (self.inner if self.gates[0].is_open else self.passing)(*args, **kwargs)
+
+
+class StraightThrough(torch.autograd.Function):
+    """f(x) itself, with d loss / d m = <d loss / d y, f(x) - r(x)> handed to the importance (paper, Eq. 6).
+
+    Returning f(x) unchanged keeps an open gate bit-equal to the ungated model and costs no arithmetic forward.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, kept: Tensor, other: Tensor | None, importance: Tensor) -> Tensor:
+        ctx.save_for_backward(kept, other)
+        return kept.view_as(kept)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, Tensor]:
+        kept, other = ctx.saved_tensors
+        (grad,) = grads
+        score = _inner_product(grad, kept)
+        if other is not None:
+            score = score - _inner_product(grad, other)
+        return grad, None, score
+
+
+def _inner_product(a: Tensor, b: Tensor) -> Tensor:
+    return torch.dot(a.flatten().float(), b.flatten().float())
+
+
+def _first_tensor(values: tuple[Any, ...]) -> Tensor:
+    return next(value for value in values if isinstance(value, Tensor))
+
+
+def gelu_stream(module: nn.Module, args: Any, output: Any) -> Any:
+    """Forward hook of the preset ``authors``: a GELU on what a block without attention and activation hands on."""
+    if isinstance(output, tuple):
+        return nn.functional.gelu(output[0]), *output[1:]
+    return nn.functional.gelu(output)

@@ -1,0 +1,256 @@
+"""``gate_``, ``restore_``, ``prune_``, ``merge_``: a model changed in place by a plan, module for module.
+
+No ``forward`` is copied: what is removed is replaced by a module with the same calling habits (:mod:`hetdpt.gates`).
+Nothing is trained, measured or chosen here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from hetdpt.adapters.anatomy import Handle, Parts, Survey, survey
+from hetdpt.adapters.models import input_size_of
+from hetdpt.errors import PlanError
+from hetdpt.fold import fold_pair, is_cheaper_folded
+from hetdpt.gates import Behind, Gate, Pass, Zero, gelu_stream
+from hetdpt.plan import Plan, Site
+
+InputSize = tuple[int, int, int]
+RECORD = "_hetdpt"
+
+
+@dataclass(frozen=True)
+class Record:
+    """What has been done to a model; kept on the model itself, copied with it, not part of its state dict."""
+
+    survey: Survey
+    plan: Plan
+    merged: tuple[int, ...] = ()
+    """Blocks whose FFN is one layer now."""
+    is_merged: bool = False
+    has_folded_norms: bool = False
+
+
+def record_of(model: nn.Module) -> Record | None:
+    """Return what has been done to ``model``; None for an untouched one."""
+    return vars(model).get(RECORD)
+
+
+def survey_of(model: nn.Module, input_size: InputSize | None = None) -> Survey:
+    """Return where the layers of ``model`` are or, in a pruned one, were."""
+    record = record_of(model)
+    return record.survey if record else survey(model, input_size or input_size_of(model))
+
+
+def sites(model: nn.Module, input_size: InputSize | None = None) -> list[Site]:
+    """Return the removable places of ``model``, in order of execution; of a pruned one, those that are left.
+
+    ``input_size`` (C, H, W) is taken from the model where it says so.
+
+    >>> import timm
+    >>> model = timm.create_model("vit_tiny_patch16_224", depth=2)
+    >>> [f"{site.kind} {site.block}: {site.path}" for site in sites(model)]  # doctest: +NORMALIZE_WHITESPACE
+    ['attention 0: blocks.0.attn', 'activation 0: blocks.0.mlp.act',
+     'attention 1: blocks.1.attn', 'activation 1: blocks.1.mlp.act']
+    """
+    record = record_of(model)
+    found = survey_of(model, input_size)
+    return [handle.site for handle in found.handles if record is None or not record.plan.removes(handle.site)]
+
+
+def gate_(model: nn.Module, plan: Plan | None = None, input_size: InputSize | None = None) -> nn.Module:
+    """Put a gate on every site that the plan's removal style can remove, closed where the plan removes it.
+
+    With no plan all gates are open and the outputs are bit-equal to the ungated model's. ``restore_`` undoes it.
+    """
+    _refuse_gated(model)
+    plan = plan or Plan()
+    found = survey_of(model, input_size)
+    plan.check(found.anatomy)
+    record = record_of(model)
+    for handle in found.handles:
+        is_gone = record is not None and record.plan.removes(handle.site)
+        if not is_gone and (plan.removes(handle.site) or _why_not(handle, plan) is None):
+            _require(handle, plan)
+            _put_gate(model, handle, plan).is_open = not plan.removes(handle.site)
+    return model
+
+
+def restore_(model: nn.Module) -> nn.Module:
+    """Take all gates off again: the very modules that were there before, so outputs are bit-equal."""
+    wrapped = [(path, m.inner) for path, m in model.named_modules() if isinstance(m, Gate | Behind)]
+    for path, inner in sorted(wrapped, key=lambda pair: -len(pair[0])):
+        _put(model, path, inner)
+    return model
+
+
+def gates(model: nn.Module) -> dict[str, Gate]:
+    """Return the gates of a gated model by path."""
+    return {path: module for path, module in model.named_modules() if isinstance(module, Gate)}
+
+
+def prune_(model: nn.Module, plan: Plan, input_size: InputSize | None = None) -> nn.Module:
+    """Remove the layers of ``plan`` for good. A model already pruned may lose more under a larger plan.
+
+    >>> import timm
+    >>> model = timm.create_model("vit_tiny_patch16_224", depth=2, num_classes=10)
+    >>> model = prune_(model, Plan(attention=(0,), activation=(1,)))
+    >>> [site.path for site in sites(model)]
+    ['blocks.0.mlp.act', 'blocks.1.attn']
+    """
+    _refuse_gated(model)
+    found = survey_of(model, input_size)
+    plan.check(found.anatomy)
+    record = record_of(model) or Record(found, Plan(removal=plan.removal))
+    if len(record.plan) and record.plan.removal != plan.removal:
+        raise PlanError(
+            f"this model was pruned with removal {record.plan.removal!r} and the plan says {plan.removal!r}; "
+            "use the same removal for all layers of a model"
+        )
+    going = [h for h in found.handles if plan.removes(h.site) and not record.plan.removes(h.site)]
+    for handle in going:
+        _require(handle, plan)
+    for handle in going:
+        _remove(model, handle, plan)
+    whole = replace(
+        plan,
+        attention=tuple({*plan.attention, *record.plan.attention}),
+        activation=tuple({*plan.activation, *record.plan.activation}),
+        anatomy=found.anatomy,
+    )
+    if plan.removal == "authors":
+        _add_stream_gelu(model, found, record.plan, whole)
+    vars(model)[RECORD] = replace(record, plan=whole)
+    return model
+
+
+def merge_(model: nn.Module, fold_norms: bool = False) -> nn.Module:
+    """Make one layer of each pair of linear layers that a removed activation left (paper, Eq. 7), where that is cheaper.
+
+    LayerScale is folded in; with ``fold_norms`` the affine part of the LayerNorm before it too, which saves 2 D
+    parameters. The function stays the same up to rounding; merging twice changes nothing.
+    """
+    _refuse_gated(model)
+    record = record_of(model)
+    if record is None:
+        return model
+    merged = list(record.merged)
+    for handle in record.survey.handles:
+        is_linear = record.plan.removes(handle.site) and record.plan.styles[1] == "identity"
+        if handle.ffn and is_linear and handle.site.block not in merged and _merge_ffn(model, handle, fold_norms):
+            merged.append(handle.site.block)
+    vars(model)[RECORD] = replace(record, merged=tuple(merged), is_merged=True, has_folded_norms=fold_norms)
+    return model
+
+
+def _merge_ffn(model: nn.Module, handle: Handle, fold_norms: bool) -> bool:
+    ffn = handle.ffn
+    assert ffn is not None
+    first, second = model.get_submodule(ffn.first), model.get_submodule(ffn.second)
+    if not is_cheaper_folded(first, second):
+        return False
+    scale = model.get_parameter(ffn.scale) if ffn.scale else None
+    norm = model.get_submodule(ffn.norm) if ffn.norm and fold_norms else None
+    assert isinstance(norm, nn.LayerNorm | None)
+    _put(model, ffn.first, fold_pair(first, second, scale, norm))  # type: ignore[arg-type]
+    for path in (ffn.activation, *ffn.between, ffn.second):
+        _put(model, path, Pass())
+    if ffn.scale:
+        _neutralise(model, ffn.scale)
+    if norm is not None:
+        norm.weight = norm.bias = None  # type: ignore[assignment]
+        norm.elementwise_affine = False
+    return True
+
+
+def _why_not(handle: Handle, plan: Plan) -> str | None:
+    """Return why the plan's style cannot remove a site, or None if it can."""
+    style = plan.style_of(handle.site.kind)
+    if style in ("constant", "position", "linear", "calibrated"):
+        return f"removal style {style!r} is fitted on images, which this version cannot do; use 'plain' or 'norm'"
+    if style == "identity" and handle.site.is_gated:
+        return (
+            f"activation {handle.site.block} belongs to a gated FFN, which has no exact linear form; "
+            "remove the whole FFN with removal=('skip', 'drop')"
+        )
+    if style == "drop" and handle.parts is None:
+        return f"the FFN of block {handle.site.block} cannot go as a whole; use activation style 'identity'"
+    return None
+
+
+def _require(handle: Handle, plan: Plan) -> None:
+    if why := _why_not(handle, plan):
+        raise PlanError(why)
+
+
+def _remove(model: nn.Module, handle: Handle, plan: Plan) -> None:
+    style = plan.style_of(handle.site.kind)
+    if style == "norm":
+        _put(model, _parts(handle).core, Pass(_parts(handle).extras))
+    elif style == "identity":
+        _put(model, handle.site.path, Pass())
+    else:  # skip or drop: the whole branch
+        parts = _parts(handle)
+        for path in (*parts.entry, *parts.exits):
+            _put(model, path, Pass())
+        _put(model, parts.core, Zero(parts.extras))
+        for name in parts.parameters:
+            _neutralise(model, name)
+
+
+def _put_gate(model: nn.Module, handle: Handle, plan: Plan) -> Gate:
+    style = plan.style_of(handle.site.kind)
+    if style == "norm":
+        path, removed = _parts(handle).core, Pass(_parts(handle).extras)
+    elif style == "identity":
+        path, removed = handle.site.path, Pass()
+    else:
+        parts = _parts(handle)
+        path, removed = parts.gate, Zero(parts.extras if parts.gate == parts.core else None)
+    gate = Gate(model.get_submodule(path), removed)
+    gate.to(next(model.parameters()).device)
+    if style in ("skip", "drop") and _parts(handle).gate != _parts(handle).core:
+        core = _parts(handle).core
+        _put(model, core, Behind(model.get_submodule(core), gate, _parts(handle).extras))
+    _put(model, path, gate)
+    return gate
+
+
+def _parts(handle: Handle) -> Parts:
+    assert handle.parts is not None  # _require has seen to it
+    return handle.parts
+
+
+def _add_stream_gelu(model: nn.Module, found: Survey, before: Plan, after: Plan) -> None:
+    lost = {*after.attention} & {*after.activation} - ({*before.attention} & {*before.activation})
+    for block in sorted(lost):
+        owners = {handle.owner for handle in found.handles if handle.site.block == block}
+        if len(owners) != 1:
+            raise PlanError(f"removal 'authors' needs blocks that are one module, but block {block} is {owners}")
+        model.get_submodule(owners.pop()).register_forward_hook(gelu_stream)
+
+
+def _refuse_gated(model: nn.Module) -> None:
+    if any(isinstance(module, Gate) for module in model.modules()):
+        raise PlanError("this model has gates on its layers; call restore_(model) first")
+
+
+def _put(model: nn.Module, path: str, module: nn.Module) -> None:
+    module.train(model.get_submodule(path).training)
+    model.set_submodule(path, module)
+
+
+def _neutralise(model: nn.Module, name: str) -> None:
+    """Put a plain 1 in place of a LayerScale parameter; a LayerScale module of its own becomes a pass."""
+    path, _, leaf = name.rpartition(".")
+    owner = model.get_submodule(path)
+    if len(list(owner.parameters())) == 1 and not any(owner.children()):
+        return _put(model, path, Pass())
+    parameter = owner._parameters.pop(leaf)
+    assert parameter is not None
+    device = "cpu" if parameter.is_meta else parameter.device  # on meta it would never get its value
+    one = torch.ones([1] * parameter.ndim, dtype=parameter.dtype, device=device)
+    owner.register_buffer(leaf, one, persistent=False)
