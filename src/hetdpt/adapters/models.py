@@ -5,14 +5,14 @@ from __future__ import annotations
 import difflib
 import json
 import pickle
-from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError
-from torch import Tensor, nn
+from torch import nn
 
 from hetdpt.errors import FileError, HetDPTError, ModelError
 
@@ -81,6 +81,8 @@ def build(base: Base, *, pretrained: bool = False, is_empty: bool = False) -> nn
     except HetDPTError:
         raise
     except Exception as error:  # whatever a constructor raises on arguments it does not take
+        if is_empty:  # or one that computes with its parameters, which needs real ones
+            return build(base)
         raise ModelError(f"{base.name} cannot be built with {base.arguments}: {_first_line(error)}") from error
     vars(model)[BASE] = base
     return model.eval()
@@ -108,7 +110,7 @@ def input_size_of(model: nn.Module) -> tuple[int, int, int]:
     config = getattr(model, "pretrained_cfg", None) or {}
     channels, height, width = config.get("input_size", (3, None, None))
     hf_config = getattr(model, "config", None)
-    for owner in (embed, model, hf_config):
+    for owner in (embed, model, hf_config, getattr(hf_config, "vision_config", None)):
         size = getattr(owner, "img_size", None) or getattr(owner, "image_size", None)
         if isinstance(size, int | tuple | list):
             height, width = (size, size) if isinstance(size, int) else size
@@ -150,6 +152,48 @@ def check_fit(expected: dict[str, Any], given: dict[str, Any], name: str) -> Non
             )
     if unknown := [key for key in given if key not in expected]:
         raise FileError(f"{name} does not fit the model: it has {unknown[0]}, which the model lacks")
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Put every module in eval mode, and each one back as it was."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+def timm_config(model: nn.Module, recipe: dict[str, Any]) -> str:
+    """Return the ``config.json`` with which timm builds a saved model through the entry point ``hetdpt``."""
+    shown = ("input_size", "interpolation", "crop_pct", "crop_mode", "mean", "std", "num_classes")
+    config = {key: value for key, value in (getattr(model, "pretrained_cfg", None) or {}).items() if key in shown}
+    config["num_classes"] = getattr(model, "num_classes", config.get("num_classes"))
+    values = {
+        "architecture": "hetdpt",
+        "num_classes": config["num_classes"],
+        "model_args": {"recipe": recipe},
+        "pretrained_cfg": config,
+    }
+    return json.dumps(values, indent=1) + "\n"
+
+
+def register_with_timm(entry_point: Callable[..., nn.Module]) -> None:
+    """Make ``entry_point`` known to ``timm.create_model`` under its own name."""
+    import timm
+
+    if not timm.is_model(entry_point.__name__):
+        timm.models.register_model(entry_point)
+
+
+def load_timm_weights(model: nn.Module, pretrained_cfg: dict[str, Any]) -> nn.Module:
+    """Load the weights that timm found beside a ``config.json``, on disk or on the hub."""
+    from timm.models import load_pretrained
+
+    load_pretrained(model, pretrained_cfg=pretrained_cfg, num_classes=pretrained_cfg["num_classes"])
+    return model
 
 
 def _build_timm(base: Base, pretrained: bool) -> nn.Module:

@@ -6,10 +6,14 @@ knows what an attention layer is; :mod:`hetdpt.adapters.branches` reads the grap
 
 from __future__ import annotations
 
+import logging
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
+from functools import _lru_cache_wrapper
+from types import CellType, FunctionType
 from typing import Any
 
 import torch
@@ -17,6 +21,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from hetdpt.errors import ModelError
 
 Watch = Callable[[nn.Module, dict[str, Tensor], Tensor], AbstractContextManager[object]]
 IMAGE = 0  # index of the node that stands for the model's input
@@ -144,15 +150,43 @@ def dry_run(model: nn.Module, shape: tuple[int, ...], watch: Watch) -> None:
     """Run ``model`` once on images of ``shape`` (B, C, H, W), in eval mode, without arithmetic or memory.
 
     ``watch`` gets the copy of the model that runs, stand-ins of its parameters and buffers by name, and the images; it
-    returns a context to run in.
-    Models whose control flow looks at values cannot run on fake tensors; they run on real zeros.
+    returns a context to run in. Models whose control flow looks at values cannot run on fake tensors; they run on
+    real zeros. ``ModelError`` says what the model has against such images.
     """
     try:
         copy = clone(model).eval()  # some models keep what they computed; a stand-in must not stay in them
-        with FakeTensorMode(allow_non_fake_inputs=True):
+        # inference mode hands operators to a dispatch mode undecomposed
+        with torch.inference_mode(False), _silent_fakes(model), FakeTensorMode(allow_non_fake_inputs=True):
             _run_on_stand_ins(copy, shape, watch)
     except DataDependentOutputException:
         _run_on_stand_ins(clone(model).eval(), shape, watch)
+    except (RuntimeError, ValueError, TypeError, AssertionError) as error:
+        size = " x ".join(str(side) for side in shape[1:])
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ModelError(f"{type(model).__name__} does not take images of {size}: {reason}") from error
+
+
+@contextmanager
+def _silent_fakes(model: nn.Module) -> Iterator[None]:
+    """Keep torch from logging failures that are reported anyway, and fake tensors out of the libraries' caches."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    was_disabled, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = was_disabled
+        for cache in _caches(model):
+            cache.cache_clear()
+
+
+def _caches(model: nn.Module) -> Iterator[_lru_cache_wrapper[Any]]:
+    """Return the cached functions and methods beside the classes of ``model``, bare or inside a decorator."""
+    classes = {type(module) for module in model.modules()}
+    places = [*classes, *(sys.modules[name] for name in {cls.__module__ for cls in classes})]
+    for value in (value for place in places for value in vars(place).values()):
+        cells = value.__closure__ or () if isinstance(value, FunctionType) else ()
+        inner = [cell.cell_contents for cell in cells if cell != CellType()]
+        yield from (function for function in (value, *inner) if isinstance(function, _lru_cache_wrapper))
 
 
 def clone(model: nn.Module) -> nn.Module:

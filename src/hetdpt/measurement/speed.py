@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hetdpt.adapters.models import input_size_of
+from hetdpt.adapters.models import evaluating, input_size_of
 from hetdpt.adapters.trace import clone
 from hetdpt.errors import MeasureError
 from hetdpt.plan import Measurement, Plan, Site
@@ -111,7 +111,7 @@ def latency_table(
         for site in variants
     ]
     dense = _measurement("latency", 1e3 * times["dense"], "ms", images)
-    return LatencyTable(dense, savings, _breakdown(model, images, runs, dense))
+    return LatencyTable(dense, savings, _breakdown(model, images, runs))
 
 
 def _removable(model: nn.Module, removal: str | tuple[str, str], input_size: InputSize | None) -> list[Site]:
@@ -155,27 +155,22 @@ def _interleave(
 ) -> dict[str, np.ndarray]:
     """Return the times in seconds of ``runs`` rounds, in each of which every model runs once, in turning order."""
     names = list(models)
-    modes = {name: model.training for name, model in models.items()}
     times: list[dict[str, float]] = []
-    try:
+    with ExitStack() as stack:
         for model in models.values():
-            model.eval()
-        began = time.perf_counter()
+            stack.enter_context(evaluating(model))
+        deadline = float("inf")
         for turn in range(-warmup, max(runs, 1)):
-            if turn == 0:
-                began = time.perf_counter()
-            is_late = seconds is not None and time.perf_counter() - began > seconds
-            if is_late and turn >= MIN_ROUNDS:
+            if turn == 0 and seconds is not None:
+                deadline = time.perf_counter() + seconds
+            if turn >= MIN_ROUNDS and time.perf_counter() > deadline:
                 break
             shift = turn % len(names)
             round_times = {name: _time_once(models[name], images) for name in names[shift:] + names[:shift]}
-            if turn >= 0 and (not is_late or turn >= 0):
+            if turn >= 0:
                 times.append(round_times)
             if progress:
                 progress(turn + warmup + 1, runs + warmup)
-    finally:
-        for name, model in models.items():
-            model.train(modes[name])
     return {name: np.array([row[name] for row in times]) for name in names}
 
 
@@ -220,18 +215,16 @@ def _kinds(model: nn.Module) -> dict[str, str]:
 
 
 @torch.inference_mode()
-def _breakdown(model: nn.Module, images: Tensor, runs: int, dense: Measurement) -> dict[str, Measurement]:
+def _breakdown(model: nn.Module, images: Tensor, runs: int) -> dict[str, Measurement]:
     """Return the time of one batch by kind of layer; what no kind claims is ``other``."""
     kinds = _kinds(model)
     rows: list[dict[str, float]] = []
-    mode = model.training
-    model.eval()
-    for _ in range(runs):
-        spent = dict.fromkeys([*kinds.values()], 0.0)
-        with _timed(model, kinds, spent, images.device):
-            total = _time_once(model, images)
-        rows.append({**spent, "other": max(total - sum(spent.values()), 0.0)})
-    model.train(mode)
+    with evaluating(model):
+        for _ in range(runs):
+            spent = dict.fromkeys(kinds.values(), 0.0)
+            with _timed(model, kinds, spent, images.device):
+                total = _time_once(model, images)
+            rows.append({**spent, "other": max(total - sum(spent.values()), 0.0)})
     return {kind: _measurement(kind, np.array([1e3 * r[kind] for r in rows]), "ms", images) for kind in rows[0]}
 
 

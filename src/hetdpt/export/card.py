@@ -1,0 +1,46 @@
+"""The model card that a saved model carries."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from hetdpt.adapters.models import Base
+from hetdpt.measurement.costs import count_macs, count_params
+from hetdpt.plan import Plan
+
+
+def model_card(model: nn.Module, base: Base, plan: Plan, input_size: tuple[int, int, int]) -> str:
+    """Return a README in the hub's form: what was removed, what is left, how to load it."""
+    gone = [f"| {kind} | {', '.join(map(str, blocks)) or 'none'} |" for kind, blocks in _removed(plan).items()]
+    size = " x ".join(str(side) for side in input_size)
+    return "\n".join(
+        (
+            "---",
+            "library_name: hetdpt",
+            "pipeline_tag: image-classification",
+            "tags: [vision-transformer, depth-pruning, hetdpt]",
+            "---",
+            "",
+            f"# {base.name}, {len(plan)} layers removed",
+            "",
+            f"{base.name} ({base.library}) after depth pruning with hetdpt, removal `{plan.removal}`.",
+            "",
+            "| layer | removed in blocks |",
+            "|---|---|",
+            *gone,
+            "",
+            f"{count_params(model) / 1e6:.2f} M parameters, {count_macs(model, input_size) / 1e9:.2f} G MACs per image "
+            f"of {size} (linear layers, convolutions and attention products).",
+            "",
+            "```python",
+            "import hetdpt",
+            "",
+            'model = hetdpt.load("path/to/this/directory")',
+            "```",
+            "",
+        )
+    )
+
+
+def _removed(plan: Plan) -> dict[str, tuple[int, ...]]:
+    return {"attention": plan.attention, "FFN activation": plan.activation}

@@ -1,0 +1,114 @@
+"""ONNX: exported with a dynamic batch, then run in ONNX Runtime against the model it came from."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from hetdpt.adapters.models import evaluating, input_size_of
+from hetdpt.errors import FileError, ModelError
+from hetdpt.export.saved import outputs_of
+from hetdpt.surgery import gates, record_of
+
+BATCHES = (1, 3)  # one is traced with neither, so the batch is shown to be dynamic
+
+
+@dataclass(frozen=True)
+class OnnxExport:
+    """Where the model is, and by how much ONNX Runtime differs from torch on random images."""
+
+    path: Path
+    largest_difference: float
+    relative_difference: float
+    """The largest difference over the largest output."""
+
+
+class _Tensors(nn.Module):
+    """Returns a model's tensors as a tuple, whatever it returns them in."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, images: Tensor) -> tuple[Tensor, ...]:
+        return tuple(outputs_of(self.model, images))
+
+
+def export_onnx(
+    model: nn.Module,
+    path: str | Path,
+    input_size: tuple[int, int, int] | None = None,
+    *,
+    overwrite: bool = False,
+    tolerance: float = 1e-3,
+) -> OnnxExport:
+    """Write ``model`` as one ONNX file with a dynamic batch and return how far ONNX Runtime is from torch.
+
+    A relative difference above ``tolerance`` is an error, and nothing is left behind.
+    """
+    target = Path(path)
+    if target.exists() and not overwrite:
+        raise FileError(f"{target} exists already; give another place, or overwrite it on purpose")
+    if gates(model):
+        raise ModelError("this model has gates on its layers; call restore_(model) before exporting it")
+    record = record_of(model)
+    size = input_size or (record.survey.input_size if record else input_size_of(model))
+    target.parent.mkdir(parents=True, exist_ok=True)
+    scratch = target.with_name(f".{target.name}.{os.getpid()}")
+    weight = next(model.parameters())
+    images = torch.randn(2, *size, generator=torch.Generator().manual_seed(0)).to(weight)
+    try:
+        with evaluating(model):
+            _export(model, images, scratch)
+            largest, relative = _difference(model, images, scratch)
+        if not relative <= tolerance:
+            raise ModelError(
+                f"ONNX Runtime differs from torch by {relative:.1e} of the largest output, more than {tolerance:.0e}; "
+                "the model was not exported"
+            )
+        os.replace(scratch, target)
+    finally:
+        scratch.unlink(missing_ok=True)
+    return OnnxExport(target, largest, relative)
+
+
+def _export(model: nn.Module, images: Tensor, path: Path) -> None:
+    try:
+        import onnxscript  # noqa: F401  (torch's exporter needs it)
+    except ImportError:
+        raise ModelError("export to ONNX needs onnx, onnxscript and onnxruntime; install hetdpt[export]") from None
+    batch = torch.export.Dim("batch")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the exporter's own deprecations
+        program = torch.onnx.export(
+            _Tensors(model).eval(),
+            (images,),
+            dynamo=True,
+            dynamic_shapes=({0: batch},),
+            input_names=["images"],
+            verbose=False,
+        )
+        assert program is not None
+        program.save(path, external_data=False)
+
+
+@torch.inference_mode()
+def _difference(model: nn.Module, images: Tensor, path: Path) -> tuple[float, float]:
+    import onnxruntime
+
+    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    largest = relative = 0.0
+    for batch in BATCHES:
+        given = images[:1].expand(batch, *images.shape[1:]) + 0.1 * torch.arange(batch).to(images)[:, None, None, None]
+        expected = outputs_of(model, given)
+        got = session.run(None, {"images": given.cpu().numpy()})
+        for one, other in zip(expected, got, strict=True):
+            difference = (one.cpu() - torch.from_numpy(other)).abs().max().item()
+            largest = max(largest, difference)
+            relative = max(relative, difference / max(one.abs().max().item(), 1e-30))
+    return largest, relative

@@ -1,0 +1,187 @@
+"""``save`` and ``load``: a directory that builds the same function again, with no pickle, no network and no base
+checkpoint.
+
+``hetdpt.json`` says from what the model was built and what was done to it, ``model.safetensors`` holds its weights,
+``README.md`` is a model card. What cannot be built again is not saved.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from hetdpt.adapters.models import Base, base_of, build, check_fit, create, evaluating, input_size_of, timm_config
+from hetdpt.errors import FileError, ModelError
+from hetdpt.export.card import model_card
+from hetdpt.files import new_directory, read_sealed_json, sha256, write_sealed_json
+from hetdpt.plan import Plan
+from hetdpt.surgery import gates, merge_, prune_, record_of
+
+RECIPE, WEIGHTS, CARD, TIMM_CONFIG = "hetdpt.json", "model.safetensors", "README.md", "config.json"
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How to build a saved model again, all but its weights."""
+
+    base: Base
+    plan: Plan
+    is_merged: bool
+    has_folded_norms: bool
+    input_size: tuple[int, int, int]
+    dtype: str
+
+    @classmethod
+    def of(cls, model: nn.Module, base: Base | None = None) -> Recipe:
+        record = record_of(model)
+        dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+        base = base or base_of(model)
+        if record is None:
+            return cls(base, Plan(), False, False, input_size_of(model), dtype)
+        size = record.survey.input_size
+        return cls(base, record.plan, record.is_merged, record.has_folded_norms, size, dtype)
+
+    @classmethod
+    def from_dict(cls, values: Any, name: str) -> Recipe:
+        try:
+            return cls(
+                base=Base.from_dict(values["base"]),
+                plan=Plan.from_dict(values["plan"]),
+                is_merged=bool(values["is_merged"]),
+                has_folded_norms=bool(values["has_folded_norms"]),
+                input_size=(int(values["input_size"][0]), int(values["input_size"][1]), int(values["input_size"][2])),
+                dtype=str(values["dtype"]),
+            )
+        except (KeyError, TypeError, ValueError, IndexError) as error:
+            raise FileError(f"{name} is no recipe of hetdpt.save: {error!r} is wrong or missing") from None
+
+    def build(self, is_empty: bool = True) -> nn.Module:
+        """Return the pruned model; ``is_empty`` leaves its parameters without values."""
+        model = build(self.base, is_empty=is_empty)
+        if len(self.plan):
+            prune_(model, self.plan, self.input_size)
+        return merge_(model, self.has_folded_norms) if self.is_merged else model
+
+
+def save(model: nn.Module, directory: str | Path, *, base: Base | None = None, overwrite: bool = False) -> Path:
+    """Write ``model``, pruned or not, to ``directory`` and return its path; all of it appears at once.
+
+    Before anything is written the model is built again from its own recipe and must compute the same; ``base`` says
+    how it was built where the model does not know (``hetdpt.Base("timm", name, {...})``).
+    """
+    target = Path(directory)
+    if gates(model):
+        raise ModelError("this model has gates on its layers; call restore_(model) before saving it")
+    recipe = Recipe.of(model, base)
+    _require_same(model, recipe)
+    with new_directory(target, overwrite) as scratch:
+        save_file(_storable(model.state_dict()), scratch / WEIGHTS)
+        values = {
+            "format": FORMAT,
+            **asdict(recipe),
+            "weights": {"file": WEIGHTS, "sha256": sha256(scratch / WEIGHTS)},
+            "versions": versions(),
+        }
+        write_sealed_json(scratch / RECIPE, values)
+        (scratch / CARD).write_text(model_card(model, recipe.base, recipe.plan, recipe.input_size))
+        if recipe.base.library == "timm":
+            (scratch / TIMM_CONFIG).write_text(timm_config(model, values))
+    return target
+
+
+def load(directory: str | Path) -> nn.Module:
+    """Return the model saved in ``directory``, in eval mode on the CPU; a damaged or foreign file is refused by name."""
+    source = Path(directory)
+    values = read_sealed_json(source / RECIPE)
+    if values.get("format") != FORMAT:
+        raise FileError(f"{source / RECIPE} has format {values.get('format')!r}; this version reads {FORMAT}")
+    weights = source / WEIGHTS
+    if not weights.is_file():
+        raise FileError(f"{weights} is missing; the directory is not complete")
+    if sha256(weights) != values["weights"]["sha256"]:
+        raise FileError(f"{weights} was altered or truncated since it was saved; save the model again")
+    try:
+        state = load_file(weights)
+    except SafetensorError as error:
+        raise FileError(f"{weights} cannot be read: {error}") from None
+    return with_weights(Recipe.from_dict(values, str(source / RECIPE)), state, str(weights))
+
+
+def with_weights(recipe: Recipe, state: dict[str, Tensor], name: str) -> nn.Module:
+    """Return the model of ``recipe`` around the tensors of ``state``, which must fit exactly."""
+    model = recipe.build()
+    check_fit(model.state_dict(), state, name)
+    model.load_state_dict(state, assign=True)
+    if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
+        model = recipe.build(is_empty=False)  # a constant of this family is computed from its parameters
+        model.load_state_dict(state, assign=True)
+    device = next(iter(state.values())).device
+    return model.to(device, getattr(torch, recipe.dtype)).eval()
+
+
+def open_model(name: str, **options: Any) -> nn.Module:
+    """Return the model called ``name``: a directory written by ``save``, a timm name, or ``hf:...`` (see ``create``)."""
+    if (Path(name) / RECIPE).is_file():
+        if any(options.values()):
+            given = ", ".join(key for key, value in options.items() if value)
+            raise ModelError(f"{name} is a saved model and brings its own weights and sizes; leave out {given}")
+        return load(name)
+    if Path(name).is_dir():
+        raise FileError(f"{name} is a directory without {RECIPE}; give one written by hetdpt.save, or a model's name")
+    return create(name, **options)
+
+
+def outputs_of(model: nn.Module, images: Tensor) -> list[Tensor]:
+    """Return all tensors that ``model`` computes from ``images``, whatever structure it returns them in."""
+    return [leaf for leaf in tree_leaves(model(images)) if isinstance(leaf, Tensor)]
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of the packages a saved model depends on."""
+    found = {}
+    for package in ("hetdpt", "torch", "timm", "transformers"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+@torch.no_grad()
+def _require_same(model: nn.Module, recipe: Recipe) -> None:
+    """Raise unless a model built from ``recipe`` around the same weights computes the same."""
+    hint = (
+        f"rebuilt from {recipe.base.name} with {recipe.base.arguments} it would not be the same; pass "
+        "base=hetdpt.Base(library, name, arguments) with the arguments the model was made with"
+    )
+    try:
+        twin = with_weights(recipe, model.state_dict(), "this model")
+    except (FileError, ModelError) as error:
+        raise ModelError(f"this model cannot be saved: {error}; {hint}") from None
+    weight = next(model.parameters())
+    images = torch.randn(1, *recipe.input_size, generator=torch.Generator().manual_seed(0)).to(weight)
+    with evaluating(model):
+        pairs = zip(outputs_of(model, images), outputs_of(twin, images), strict=True)
+        is_same = all(torch.equal(a, b) if weight.is_cpu else torch.allclose(a, b, rtol=1e-4) for a, b in pairs)
+    if not is_same:
+        raise ModelError(f"this model cannot be saved: {hint}")
+
+
+def _storable(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors contiguous and none of them twice in memory, as safetensors wants them."""
+    seen: set[int] = set()
+    stored = {}
+    for name, tensor in state.items():
+        tensor = tensor.contiguous()
+        stored[name] = tensor.clone() if tensor.data_ptr() in seen else tensor
+        seen.add(tensor.data_ptr())
+    return stored
