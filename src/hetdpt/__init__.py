@@ -1,2 +1,84 @@
-from hetdpt.torchvision_ops import install
-install()
+"""hetdpt makes Vision Transformers faster by removing whole layers.
+
+Public names are imported when first used, so that ``import hetdpt`` itself is quick and needs no torch.
+
+>>> import hetdpt
+>>> len(hetdpt.Plan(attention=(1, 10), activation=(8,)))
+3
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from hetdpt import torchvision_ops
+
+if TYPE_CHECKING:
+    from hetdpt.adapters.models import Base, create
+    from hetdpt.errors import HetDPTError
+    from hetdpt.export.hub import push_to_hub
+    from hetdpt.export.onnx import export_onnx
+    from hetdpt.export.saved import load, save
+    from hetdpt.measurement.costs import count_macs, count_params
+    from hetdpt.measurement.speed import latency_table, measure_throughput
+    from hetdpt.plan import Budget, Measurement, Plan, Sample, Site
+    from hetdpt.published import published_plan, published_plans
+    from hetdpt.surgery import gate_, gates, merge_, prune_, restore_, sites
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "hetdpt.adapters.models": ("Base", "create"),
+    "hetdpt.errors": ("HetDPTError",),
+    "hetdpt.export.hub": ("push_to_hub",),
+    "hetdpt.export.onnx": ("export_onnx",),
+    "hetdpt.export.saved": ("load", "save"),
+    "hetdpt.measurement.costs": ("count_macs", "count_params"),
+    "hetdpt.measurement.speed": ("latency_table", "measure_throughput"),
+    "hetdpt.plan": ("Budget", "Measurement", "Plan", "Sample", "Site"),
+    "hetdpt.published": ("published_plan", "published_plans"),
+    "hetdpt.surgery": ("gate_", "gates", "merge_", "prune_", "restore_", "sites"),
+}
+_HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
+
+__all__ = [
+    "Base",
+    "Budget",
+    "HetDPTError",
+    "Measurement",
+    "Plan",
+    "Sample",
+    "Site",
+    "count_macs",
+    "count_params",
+    "create",
+    "export_onnx",
+    "gate_",
+    "gates",
+    "latency_table",
+    "load",
+    "measure_throughput",
+    "merge_",
+    "prune_",
+    "published_plan",
+    "published_plans",
+    "push_to_hub",
+    "restore_",
+    "save",
+    "sites",
+]
+
+torchvision_ops.install()
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'hetdpt' has no attribute {name!r}")
+    value = getattr(import_module(_HOME_OF[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

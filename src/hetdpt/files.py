@@ -15,11 +15,17 @@ from typing import Any
 from hetdpt.errors import FileError
 
 
+def require_new(target: Path, overwrite: bool = False) -> None:
+    """Raise ``FileError`` if writing ``target`` would replace something; an empty directory is nothing."""
+    is_taken = target.exists() and (not target.is_dir() or any(target.iterdir()))
+    if is_taken and not overwrite:
+        raise FileError(f"{target} exists already; give another place, or overwrite it on purpose")
+
+
 @contextmanager
 def new_directory(target: Path, overwrite: bool = False) -> Iterator[Path]:
     """Give a scratch directory that becomes ``target`` when the block ends, all at once or not at all."""
-    if target.exists() and not overwrite and (not target.is_dir() or any(target.iterdir())):
-        raise FileError(f"{target} exists already; give another place, or overwrite it on purpose")
+    require_new(target, overwrite)
     target.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from hetdpt.errors import FoldError
 
 
-def is_cheaper_folded(first: nn.Module, second: nn.Module) -> bool:
+def is_cheaper_folded(first: nn.Linear | nn.Conv2d, second: nn.Linear | nn.Conv2d) -> bool:
     """Whether one matrix costs less than the two: in * out < (in + out) * hidden (SPEC section 8)."""
     hidden, inputs = first.weight.shape[:2]
     outputs = second.weight.shape[0]

@@ -64,7 +64,9 @@ class Gate(nn.Module):
             return self.removed(*args, **kwargs)
         result = self.inner(*args, **kwargs)
         kept = result[0] if isinstance(result, tuple) else result
-        other = None if isinstance(self.removed, Zero) else self.removed.replace(_first_tensor((*args, *kwargs.values())))
+        other = (
+            None if isinstance(self.removed, Zero) else self.removed.replace(_first_tensor((*args, *kwargs.values())))
+        )
         y = StraightThrough.apply(kept, other, self.importance)
         return (y, *result[1:]) if isinstance(result, tuple) else y
 

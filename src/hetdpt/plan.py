@@ -206,12 +206,13 @@ def _blocks(kind: str, blocks: Any) -> tuple[int, ...]:
     return tuple(sorted(blocks))
 
 
-def _removal(removal: Any) -> str | tuple[str, str]:
+def _removal(removal: object) -> str | tuple[str, str]:
     if isinstance(removal, str) and removal in REMOVALS:
         return removal
-    is_pair = isinstance(removal, tuple) and len(removal) == 2
-    if is_pair and removal[0] in ATTENTION_STYLES and removal[1] in ACTIVATION_STYLES:
-        return removal
+    if isinstance(removal, tuple) and len(removal) == 2:
+        attention, activation = removal
+        if attention in ATTENTION_STYLES and activation in ACTIVATION_STYLES:
+            return attention, activation
     raise PlanError(
         f"removal is one of {_spell(REMOVALS)} or a pair (attention style of {_spell(ATTENTION_STYLES)}; "
         f"activation style of {_spell(ACTIVATION_STYLES)}), not {removal!r}"

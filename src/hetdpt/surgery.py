@@ -15,7 +15,7 @@ from hetdpt.adapters.anatomy import Handle, Parts, Survey, survey
 from hetdpt.adapters.models import input_size_of
 from hetdpt.errors import PlanError
 from hetdpt.fold import fold_pair, is_cheaper_folded
-from hetdpt.gates import Behind, Gate, Pass, Zero, gelu_stream
+from hetdpt.gates import Behind, Gate, Pass, Removed, Zero, gelu_stream
 from hetdpt.plan import Plan, Site
 
 InputSize = tuple[int, int, int]
@@ -128,7 +128,7 @@ def prune_(model: nn.Module, plan: Plan, input_size: InputSize | None = None) ->
 
 
 def merge_(model: nn.Module, fold_norms: bool = False) -> nn.Module:
-    """Make one layer of each pair of linear layers that a removed activation left (paper, Eq. 7), where that is cheaper.
+    """Make one layer of the two linear ones that a removed activation left (paper, Eq. 7), where that is cheaper.
 
     LayerScale is folded in; with ``fold_norms`` the affine part of the LayerNorm before it too, which saves 2 D
     parameters. The function stays the same up to rounding; merging twice changes nothing.
@@ -150,12 +150,14 @@ def _merge_ffn(model: nn.Module, handle: Handle, fold_norms: bool) -> bool:
     ffn = handle.ffn
     assert ffn is not None
     first, second = model.get_submodule(ffn.first), model.get_submodule(ffn.second)
+    assert isinstance(first, nn.Linear | nn.Conv2d)
+    assert isinstance(second, nn.Linear | nn.Conv2d)
     if not is_cheaper_folded(first, second):
         return False
     scale = model.get_parameter(ffn.scale) if ffn.scale else None
     norm = model.get_submodule(ffn.norm) if ffn.norm and fold_norms else None
     assert isinstance(norm, nn.LayerNorm | None)
-    _put(model, ffn.first, fold_pair(first, second, scale, norm))  # type: ignore[arg-type]
+    _put(model, ffn.first, fold_pair(first, second, scale, norm))
     for path in (ffn.activation, *ffn.between, ffn.second):
         _put(model, path, Pass())
     if ffn.scale:
@@ -186,36 +188,37 @@ def _require(handle: Handle, plan: Plan) -> None:
         raise PlanError(why)
 
 
-def _remove(model: nn.Module, handle: Handle, plan: Plan) -> None:
+def _stand_in(handle: Handle, plan: Plan) -> tuple[str, Removed]:
+    """Return which module goes and what takes its place."""
     style = plan.style_of(handle.site.kind)
-    if style == "norm":
-        _put(model, _parts(handle).core, Pass(_parts(handle).extras))
-    elif style == "identity":
-        _put(model, handle.site.path, Pass())
-    else:  # skip or drop: the whole branch
-        parts = _parts(handle)
-        for path in (*parts.entry, *parts.exits):
+    if style == "identity":
+        return handle.site.path, Pass()
+    parts = _parts(handle)
+    return parts.core, (Pass if style == "norm" else Zero)(parts.extras)
+
+
+def _goes_whole(handle: Handle, plan: Plan) -> bool:
+    return plan.style_of(handle.site.kind) in ("skip", "drop")
+
+
+def _remove(model: nn.Module, handle: Handle, plan: Plan) -> None:
+    _put(model, *_stand_in(handle, plan))
+    if _goes_whole(handle, plan):
+        for path in (*_parts(handle).entry, *_parts(handle).exits):
             _put(model, path, Pass())
-        _put(model, parts.core, Zero(parts.extras))
-        for name in parts.parameters:
+        for name in _parts(handle).parameters:
             _neutralise(model, name)
 
 
 def _put_gate(model: nn.Module, handle: Handle, plan: Plan) -> Gate:
-    style = plan.style_of(handle.site.kind)
-    if style == "norm":
-        path, removed = _parts(handle).core, Pass(_parts(handle).extras)
-    elif style == "identity":
-        path, removed = handle.site.path, Pass()
-    else:
-        parts = _parts(handle)
-        path, removed = parts.gate, Zero(parts.extras if parts.gate == parts.core else None)
-    gate = Gate(model.get_submodule(path), removed)
+    """Gate a site; where a whole branch goes, at its end, so that norms and scales behind the core are masked too."""
+    path, removed = _stand_in(handle, plan)
+    end = _parts(handle).gate if _goes_whole(handle, plan) else path
+    gate = Gate(model.get_submodule(end), removed if end == path else Zero())
     gate.to(next(model.parameters()).device)
-    if style in ("skip", "drop") and _parts(handle).gate != _parts(handle).core:
-        core = _parts(handle).core
-        _put(model, core, Behind(model.get_submodule(core), gate, _parts(handle).extras))
-    _put(model, path, gate)
+    if end != path:
+        _put(model, path, Behind(model.get_submodule(path), gate, removed.extras))
+    _put(model, end, gate)
     return gate
 
 

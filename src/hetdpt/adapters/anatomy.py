@@ -7,29 +7,15 @@ model, and no family is known by name.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import nn
 
 from hetdpt.adapters.branches import Branch, Inside, Reading
+from hetdpt.adapters.ffn import MULTIPLICATIONS, ZERO_TO_ZERO, Ffn, calls_of, find_ffn, is_gated, linears_of
 from hetdpt.adapters.trace import Call, Ref, trace
 from hetdpt.errors import ModelError
 from hetdpt.plan import Anatomy, Kind, Site
-
-MULTIPLICATIONS = {"mul", "mul_"}
-# Operations that send zero to zero: all that may stand between a branch's last module and the residual sum.
-ZERO_TO_ZERO = MULTIPLICATIONS | {
-    *("view", "_unsafe_view", "reshape", "permute", "transpose", "t", "roll", "slice", "clone", "expand", "squeeze"),
-    *("unsqueeze", "select", "constant_pad_nd", "index", "_to_copy", "alias", "detach", "cat"),
-}
-
-
-# Operations of a gated FFN, which treats every token by itself.
-TOKENWISE = MULTIPLICATIONS | {
-    *("addmm", "mm", "view", "_unsafe_view", "split", "slice", "clone", "add", "silu", "gelu", "relu", "sigmoid"),
-    *("native_layer_norm", "split_with_sizes", "_to_copy", "clamp"),
-}
 
 
 @dataclass(frozen=True)
@@ -45,21 +31,6 @@ class Parts:
     """LayerScale parameters of the branch that the block itself holds."""
     extras: tuple[int | None, ...] | None
     """What the core returns behind its tensor: an argument by its number, or None. No tuple: None."""
-
-
-@dataclass(frozen=True)
-class Ffn:
-    """Paths of ``second(activation(first(z)))`` and of what may be folded into the merged layer."""
-
-    first: str
-    activation: str
-    second: str
-    between: tuple[str, ...]
-    """Dropouts on the hidden features."""
-    norm: str | None
-    """The LayerNorm whose output only ``first`` reads."""
-    scale: str | None
-    """The LayerScale parameter that multiplies the output of ``second``."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +56,7 @@ class Survey:
     input_size: tuple[int, int, int]
 
 
-class Refused(Exception):
+class RefusedError(Exception):
     """Why one branch is not a site."""
 
 
@@ -100,7 +71,7 @@ def survey(model: nn.Module, input_size: tuple[int, int, int]) -> Survey:
         block = numbering.block_of(branch.owner, kind)
         try:
             handle = _attention(reading, branch, block) if kind == "attention" else _activation(reading, branch, block)
-        except Refused as why:
+        except RefusedError as why:
             refusals.append(f"{kind} in {branch.owner or 'the model'}: {why}")
         else:
             handles.append(handle)
@@ -119,14 +90,6 @@ def _nothing_found(model: nn.Module, refusals: list[str]) -> str:
         f"{type(model).__name__} has no removable layers: looked for residual branches around attention and around "
         f"Linear - activation - Linear, found {found}; give a vision transformer of timm or HuggingFace"
     )
-
-
-def is_linear(module: nn.Module) -> bool:
-    """Whether a layer is one matrix: Linear, or a 1 x 1 convolution that only mixes channels."""
-    if type(module) is nn.Conv2d:
-        is_pointwise = module.kernel_size == module.stride == module.dilation == (1, 1) and module.groups == 1
-        return is_pointwise and module.padding in ((0, 0), "valid", "same")
-    return type(module) is nn.Linear
 
 
 class Numbering:
@@ -154,9 +117,9 @@ def _elementary(reading: Reading) -> list[tuple[Branch, Kind]]:
     taken: set[int] = set()
     for branch in sorted(reading.branches(), key=lambda b: len(b.interior)):
         has_attention = any(reading.is_product(i) for i in branch.interior)
-        linears = _linears(reading, branch)
+        linears = linears_of(reading, branch)
         layers = {type(reading.modules[call.path]) for call in linears}
-        is_ffn = len(linears) >= 2 and (nn.Linear in layers or any(_ffn(reading, branch, call) for call in linears))
+        is_ffn = len(linears) >= 2 and (nn.Linear in layers or any(find_ffn(reading, branch, call) for call in linears))
         if (has_attention or is_ffn) and taken.isdisjoint(branch.interior):
             found.append((branch, "attention" if has_attention else "activation"))
             taken |= branch.interior
@@ -171,19 +134,6 @@ def _stray_attention(reading: Reading) -> list[str]:
     return [f"attention in {owner}: not in a residual branch of its own that keeps the shape" for owner in owners]
 
 
-def _calls(reading: Reading, branch: Branch) -> list[Call]:
-    """Return the calls inside ``branch`` of modules that are called once."""
-    return [
-        call
-        for call in reading.calls
-        if (ran := reading.ran_in(call)) and branch.interior.issuperset(ran) and reading.times_called[call.path] == 1
-    ]
-
-
-def _linears(reading: Reading, branch: Branch) -> list[Call]:
-    return [call for call in _calls(reading, branch) if is_linear(reading.modules[call.path])]
-
-
 def _within(path: str, module: Inside) -> bool:
     return f"{path}.".startswith(f"{module.path}.")
 
@@ -192,50 +142,43 @@ def _attention(reading: Reading, branch: Branch, block: int) -> Handle:
     inside = reading.inside(branch)
     holders = [m for m in inside if any(reading.is_product(i) for i in reading.ran_in(m.call))]
     if len(holders) != 1:
-        raise Refused(f"{len(holders)} modules of the branch hold it, and exactly one can be replaced")
+        raise RefusedError(f"{len(holders)} modules of the branch hold it, and exactly one can be replaced")
     site = Site("attention", block, holders[0].path)
     return Handle(site, branch.owner, _parts(reading, branch, inside, holders[0]))
 
 
 def _activation(reading: Reading, branch: Branch, block: int) -> Handle:
     inside = reading.inside(branch)
-    linears = _linears(reading, branch)
-    ffns = [ffn for second in linears if (ffn := _ffn(reading, branch, second))]
+    linears = linears_of(reading, branch)
+    ffns = [ffn for second in linears if (ffn := find_ffn(reading, branch, second))]
     if ffns:
         core = next(m for m in inside if _within(ffns[-1].second, m))
         try:
             parts = _parts(reading, branch, inside, core)
-        except Refused:
+        except RefusedError:
             parts = None
         return Handle(Site("activation", block, ffns[-1].activation), branch.owner, parts, ffns[-1])
     holders = [m for m in inside if any(_within(call.path, m) for call in linears)]
-    if len(holders) == 1 and _is_gated(reading, holders[0]):
+    if len(holders) == 1 and is_gated(reading, holders[0]):
         site = Site("activation", block, holders[0].path, is_gated=True)
         return Handle(site, branch.owner, _parts(reading, branch, inside, holders[0]))
-    layers = [reading.modules[call.path] for call in _calls(reading, branch)]
+    layers = [reading.modules[call.path] for call in calls_of(reading, branch)]
     names = " - ".join(type(layer).__name__ for layer in layers if not any(layer.children()))
-    raise Refused(f"looked for Linear - activation - Linear or a gated FFN, found {names}")
-
-
-def _is_gated(reading: Reading, core: Inside) -> bool:
-    """Whether a module multiplies two of its values and treats every token by itself."""
-    ran = reading.ran_in(core.call)
-    multiplies = any(reading.nodes[i].op in MULTIPLICATIONS and len(reading.sources(i)) >= 2 for i in ran)
-    return multiplies and {reading.nodes[i].op for i in ran} <= TOKENWISE
+    raise RefusedError(f"looked for Linear - activation - Linear or a gated FFN, found {names}")
 
 
 def _parts(reading: Reading, branch: Branch, inside: list[Inside], core: Inside) -> Parts:
-    """Return what goes when the whole branch goes; ``Refused`` where shapes would not hold."""
+    """Return what goes when the whole branch goes; ``RefusedError`` where shapes would not hold."""
     entry, exits = inside[: inside.index(core)], inside[inside.index(core) + 1 :]
     changing = next((m for m in (*entry, core, *exits) if not m.keeps_shape), None)
     if changing:
         shapes = [ref.shape if isinstance(ref, Ref) else None for ref in (changing.call.input, changing.call.output)]
-        raise Refused(f"{changing.path} turns {shapes[0]} into {shapes[1]}, so that nothing fits in its place")
+        raise RefusedError(f"{changing.path} turns {shapes[0]} into {shapes[1]}, so that nothing fits in its place")
     last = next(m for m in (*reversed(exits), core) if m.is_effective)
     loose = [i for i in branch.interior if not any(m.call.start <= i < m.call.stop for m in inside)]
     after = {reading.nodes[i].op for i in loose if i >= last.call.stop}
     if after - ZERO_TO_ZERO:
-        raise Refused(f"its output is still changed by {', '.join(sorted(after - ZERO_TO_ZERO))} before the sum")
+        raise RefusedError(f"its output is still changed by {', '.join(sorted(after - ZERO_TO_ZERO))} before the sum")
     scales = [name for i in loose if reading.nodes[i].op in MULTIPLICATIONS for name in reading.parameters_of(i)]
     return Parts(
         entry=tuple(m.path for m in entry),
@@ -255,7 +198,7 @@ def _extras(core: Call) -> tuple[int | None, ...] | None:
     for value in core.results[1:]:
         same = [i for i, argument in enumerate(core.arguments) if _is_same(argument, value)]
         if value is not None and not isinstance(value, Ref) and not same:
-            raise Refused(f"{core.path} also returns {value!r}, which cannot be known without running it")
+            raise RefusedError(f"{core.path} also returns {value!r}, which cannot be known without running it")
         numbers.append(same[0] if same and value is not None else None)
     return tuple(numbers)
 
@@ -264,57 +207,3 @@ def _is_same(argument: object, value: object) -> bool:
     if isinstance(argument, tuple | list) and isinstance(value, tuple | list):
         return list(argument) == list(value)
     return argument == value
-
-
-def _ffn(reading: Reading, branch: Branch, second: Call) -> Ffn | None:
-    """Return the FFN that ends with ``second``: another linear layer and one activation lead to it and nowhere else."""
-    for activation in _calls(reading, branch):
-        is_next = activation.output.node == second.input.node and _leads_only(reading, activation, second)
-        if not is_next or not _is_elementwise(reading, activation):
-            continue
-        for first in _linears(reading, branch):
-            if first.output.node == activation.input.node and _leads_only(reading, first, activation):
-                tail = reading.between(second.output.node, branch.end)
-                if tail or second.output.node == branch.end:
-                    return _with_neighbours(reading, branch, (first, activation, second), tail)
-    return None
-
-
-def _is_elementwise(reading: Reading, call: Call) -> bool:
-    """Whether a module works on every value by itself: a GELU does, a norm or a linear layer does not."""
-    ran = [reading.nodes[i] for i in reading.ran_in(call)]
-    keeps_shape = all(node.shape == call.output.shape for node in ran)
-    is_layer = any("norm" in node.op or node.op in ("addmm", "mm", "bmm", "convolution") for node in ran)
-    return keeps_shape and not is_layer and not any(reading.modules[call.path].children())
-
-
-def _leads_only(reading: Reading, one: Call, two: Call) -> bool:
-    return all(two.start <= reader < two.stop for reader in reading.consumers[one.output.node])
-
-
-def _with_neighbours(reading: Reading, branch: Branch, calls: tuple[Call, Call, Call], tail: Iterable[int]) -> Ffn:
-    first, activation, second = calls
-    hidden = {first.output.node, activation.output.node}
-    between = [m.path for m in _hand_on(reading) if m.input.node in hidden and m.start <= second.start]
-    norm = next((c for c in _calls(reading, branch) if c.output.node == first.input.node), None)
-    is_norm = norm is not None and isinstance(reading.modules[norm.path], nn.LayerNorm)
-    is_only_reader = norm is not None and _leads_only(reading, norm, first)
-    is_linear_tail = all(reading.nodes[i].op in ZERO_TO_ZERO for i in tail)
-    scales = [name for i in tail for name in reading.parameters_of(i)]
-    return Ffn(
-        first=first.path,
-        activation=activation.path,
-        second=second.path,
-        between=tuple(between),
-        norm=norm.path if norm and is_norm and is_only_reader else None,
-        scale=scales[0] if is_linear_tail and len(scales) == 1 else None,
-    )
-
-
-def _hand_on(reading: Reading) -> list[Call]:
-    """Return the calls of modules without effect in evaluation (dropout), each the only call of its module."""
-    return [
-        call
-        for call in reading.calls
-        if call.input is not None and call.start == call.stop and reading.times_called[call.path] == 1
-    ]

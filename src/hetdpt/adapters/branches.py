@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from hetdpt.adapters.trace import IMAGE, Call, Node, Ref, Trace
+from hetdpt.adapters.trace import IMAGE, Call, Node, Trace
 
 ADDITIONS = {"add", "add_"}
 PRODUCTS = {"bmm", "baddbmm", "mm", "matmul", "einsum"}
@@ -49,7 +49,7 @@ class Inside:
     @property
     def keeps_shape(self) -> bool:
         given, made = self.call.input, self.call.output
-        return isinstance(given, Ref) and isinstance(made, Ref) and given.shape == made.shape
+        return given is not None and made is not None and given.shape == made.shape
 
 
 class Reading:
@@ -117,7 +117,7 @@ class Reading:
         found: list[Inside] = []
         for call in self.calls:
             ran = self.ran_in(call)
-            hands_on = not ran and call.input is not None and call.input.node in branch.interior
+            hands_on = not ran and call.input_node in branch.interior
             is_within = branch.interior.issuperset(ran) if ran else hands_on
             is_once = self.times_called[call.path] == 1
             is_part = any(call.path.startswith(f"{other.path}.") for other in found)

@@ -49,17 +49,20 @@ def create(
     pretrained: bool = False,
     num_classes: int | None = None,
     img_size: int | None = None,
+    is_empty: bool = False,
 ) -> nn.Module:
     """Return the model called ``name``, in eval mode: a timm name, or ``hf:`` and a hub name, directory or model type.
 
-    ``weights`` is a checkpoint file that must fit exactly; ``pretrained`` asks the library for its own weights.
+    ``weights`` is a checkpoint file that must fit exactly; ``pretrained`` asks the library for its own weights;
+    ``is_empty`` wants no weights at all (parameters on the meta device), only the structure.
     """
+    is_empty = is_empty and not (weights or pretrained)
     if name.startswith(HF_PREFIX):
         base, model = _create_hf(name.removeprefix(HF_PREFIX), pretrained, num_classes, img_size)
     else:
         arguments = {"num_classes": num_classes, "img_size": img_size}
         base = Base("timm", name, {key: value for key, value in arguments.items() if value is not None})
-        model = build(base, pretrained=pretrained)
+        model = build(base, pretrained=pretrained, is_empty=is_empty)
     if img_size is not None:
         _check_divisible(model, img_size)
     vars(model)[BASE] = base
@@ -245,7 +248,8 @@ def _build_hf(base: Base, pretrained: bool) -> nn.Module:
     if not is_model:
         raise ModelError(f"transformers has no model class called {base.name!r}")
     assert model_class is not None
-    return model_class(model_class.config_class.from_dict(base.arguments))
+    model: nn.Module = model_class(model_class.config_class.from_dict(base.arguments))
+    return model
 
 
 def _create_hf(name: str, pretrained: bool, num_classes: int | None, img_size: int | None) -> tuple[Base, nn.Module]:

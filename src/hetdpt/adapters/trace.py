@@ -70,9 +70,17 @@ class Call:
         return next((value for value in self.arguments if isinstance(value, Ref)), None)
 
     @property
-    def output(self) -> Any:
-        """The first result: a ``Ref`` for all layers of interest here."""
-        return self.results[0] if self.results else None
+    def output(self) -> Ref | None:
+        """The first tensor among the results."""
+        return next((value for value in self.results if isinstance(value, Ref)), None)
+
+    @property
+    def input_node(self) -> int | None:
+        return self.input.node if self.input else None
+
+    @property
+    def output_node(self) -> int | None:
+        return self.output.node if self.output else None
 
 
 @dataclass

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from hetdpt.adapters.models import evaluating, input_size_of
-from hetdpt.errors import FileError, ModelError
-from hetdpt.export.saved import outputs_of
+from hetdpt.errors import ModelError
+from hetdpt.files import require_new
+from hetdpt.measurement.agreement import outputs_of
 from hetdpt.surgery import gates, record_of
 
 BATCHES = (1, 3)  # one is traced with neither, so the batch is shown to be dynamic
@@ -52,8 +53,7 @@ def export_onnx(
     A relative difference above ``tolerance`` is an error, and nothing is left behind.
     """
     target = Path(path)
-    if target.exists() and not overwrite:
-        raise FileError(f"{target} exists already; give another place, or overwrite it on purpose")
+    require_new(target, overwrite)
     if gates(model):
         raise ModelError("this model has gates on its layers; call restore_(model) before exporting it")
     record = record_of(model)

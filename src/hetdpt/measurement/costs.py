@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -35,6 +36,11 @@ def count_macs(
     >>> count_macs(timm.create_model("deit_small_patch16_224"))
     4598882304
     """
+    by_op = _macs_by_op(model, input_size)
+    return sum(macs for op, macs in by_op.items() if attention_products or not _is_product(op))
+
+
+def _macs_by_op(model: nn.Module, input_size: tuple[int, int, int]) -> dict[Any, int]:
     counters: list[FlopCounterMode] = []
 
     @contextmanager
@@ -44,8 +50,7 @@ def count_macs(
         counters.append(counter)
 
     dry_run(model, (1, *input_size), count)
-    by_op = counters[0].get_flop_counts()["Global"]
-    return sum(flops for op, flops in by_op.items() if attention_products or not _is_product(op)) // 2
+    return {op: flops // 2 for op, flops in counters[0].get_flop_counts()["Global"].items()}
 
 
 def _is_product(op: Any) -> bool:
@@ -59,3 +64,18 @@ def count_params(model: nn.Module) -> int:
     8
     """
     return sum(parameter.numel() for parameter in model.parameters())
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What one image costs: parameters and MACs, with and without the attention products."""
+
+    params: int
+    macs: int
+    macs_without_attention_products: int
+
+    @classmethod
+    def of(cls, model: nn.Module, input_size: tuple[int, int, int]) -> Costs:
+        by_op = _macs_by_op(model, input_size)
+        linear = sum(macs for op, macs in by_op.items() if not _is_product(op))
+        return cls(count_params(model), sum(by_op.values()), linear)

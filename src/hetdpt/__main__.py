@@ -1,0 +1,5 @@
+"""``python -m hetdpt``: the command line."""
+
+from hetdpt.cli import main
+
+main()
