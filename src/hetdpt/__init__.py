@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from hetdpt.measurement.speed import latency_table, measure_throughput
     from hetdpt.plan import Budget, Measurement, Plan, Sample, Site
     from hetdpt.published import published_plan, published_plans
-    from hetdpt.surgery import gate_, gates, merge_, prune_, restore_, sites
+    from hetdpt.surgery import gate_, gates_of, merge_, prune_, restore_, sites
 
 __version__ = "0.1.0"
 
@@ -38,7 +38,7 @@ _HOMES = {
     "hetdpt.measurement.speed": ("latency_table", "measure_throughput"),
     "hetdpt.plan": ("Budget", "Measurement", "Plan", "Sample", "Site"),
     "hetdpt.published": ("published_plan", "published_plans"),
-    "hetdpt.surgery": ("gate_", "gates", "merge_", "prune_", "restore_", "sites"),
+    "hetdpt.surgery": ("gate_", "gates_of", "merge_", "prune_", "restore_", "sites"),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 
@@ -55,7 +55,7 @@ __all__ = [
     "create",
     "export_onnx",
     "gate_",
-    "gates",
+    "gates_of",
     "latency_table",
     "load",
     "measure_throughput",

@@ -44,6 +44,8 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and no
 Quiet = Annotated[bool, typer.Option("--quiet", help="No progress bar.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")]
 
+WIDE = 200  # columns of a file or pipe, so that no path in a table is broken
+
 
 def main() -> None:
     """Run the command line; a foreseeable failure is one sentence on stderr and exit code 2."""
@@ -82,11 +84,11 @@ def inspect(
     from hetdpt.measurement.speed import latency_table
     from hetdpt.surgery import merge_, prune_, sites, survey_of
 
+    chosen = _read_plan(plan) if plan else Plan()
     options = {"weights": weights, "num_classes": num_classes, "img_size": img_size, "is_empty": not latency}
     network = open_model(model, **options)
     found = survey_of(network)
     left = sites(network)
-    chosen = _read_plan(plan) if plan else Plan()
     costs = {"dense": Costs.of(network, found.input_size)}
     if len(chosen):
         costs["pruned"] = Costs.of(merge_(prune_(clone(network), chosen)), found.input_size)
@@ -130,9 +132,10 @@ def bench(
     from hetdpt.measurement.speed import measure_throughput
     from hetdpt.surgery import merge_, prune_, survey_of
 
+    chosen = _read_plan(plan)
     dense = open_model(model, weights=weights, num_classes=num_classes, img_size=img_size)
     size = survey_of(dense).input_size
-    models = {"dense": dense, "pruned": merge_(prune_(clone(dense), _read_plan(plan)))}
+    models = {"dense": dense, "pruned": merge_(prune_(clone(dense), chosen))}
     costs = {name: Costs.of(network, size) for name, network in models.items()}
     with _progress("timing", quiet or as_json) as progress:
         result = measure_throughput(models, size, batch=batch, runs=runs, seconds=seconds, progress=progress)
@@ -161,8 +164,9 @@ def apply(
     as_json: Json = False,
 ) -> None:
     """Remove the layers of a plan, merge what became linear, and save the smaller model."""
+    from hetdpt.adapters.models import HF_PREFIX
     from hetdpt.adapters.trace import clone
-    from hetdpt.export.saved import RECIPE, open_model, save
+    from hetdpt.export.saved import open_model, save
     from hetdpt.files import require_new
     from hetdpt.measurement.agreement import relative_difference
     from hetdpt.measurement.costs import Costs
@@ -183,7 +187,7 @@ def apply(
         return _print_json(directory=str(out), costs=rows, merge_difference=difference)
     _print_costs(costs)
     typer.echo(f"merging changed the outputs by {difference:.1e} of the largest one (float rounding)")
-    if not (weights or pretrained or (Path(model) / RECIPE).is_file()):
+    if not (weights or pretrained or Path(model.removeprefix(HF_PREFIX)).is_dir()):
         typer.echo("note: the weights are random; give --weights FILE or --pretrained for a model that sees anything")
     typer.echo(f"saved to {out}; load it with hetdpt.load({str(out)!r})")
 
@@ -278,14 +282,14 @@ def _table(title: str, *columns: str) -> Any:
 
     table = Table(title=title, title_justify="left")
     for number, column in enumerate(columns):
-        table.add_column(column, justify="right" if number else "left")
+        table.add_column(column, justify="right" if number else "left", overflow="fold")
     return table
 
 
 def _print(table: Any) -> None:
     from rich.console import Console
 
-    Console().print(table)
+    Console(width=None if sys.stdout.isatty() else WIDE).print(table)
 
 
 def _print_costs(costs: dict[str, Costs]) -> None:

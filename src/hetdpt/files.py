@@ -17,6 +17,8 @@ from hetdpt.errors import FileError
 
 def require_new(target: Path, overwrite: bool = False) -> None:
     """Raise ``FileError`` if writing ``target`` would replace something; an empty directory is nothing."""
+    if file := next((parent for parent in target.parents if parent.is_file()), None):
+        raise FileError(f"{target} cannot be written, because {file} is a file and no directory; give another place")
     is_taken = target.exists() and (not target.is_dir() or any(target.iterdir()))
     if is_taken and not overwrite:
         raise FileError(f"{target} exists already; give another place, or overwrite it on purpose")
@@ -26,8 +28,11 @@ def require_new(target: Path, overwrite: bool = False) -> None:
 def new_directory(target: Path, overwrite: bool = False) -> Iterator[Path]:
     """Give a scratch directory that becomes ``target`` when the block ends, all at once or not at all."""
     require_new(target, overwrite)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    except OSError as error:
+        raise FileError(f"{target} cannot be written: {error.strerror}; give another place") from None
     try:
         scratch.chmod(0o777 & ~_umask())
         yield scratch
@@ -58,7 +63,7 @@ def write_sealed_json(path: Path, values: dict[str, Any]) -> None:
 def read_sealed_json(path: Path) -> dict[str, Any]:
     try:
         values = json.loads(path.read_text())
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise FileError(f"{path} is missing; a directory written by hetdpt.save was expected") from None
     except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise FileError(f"{path} is damaged: it is not JSON ({error}); save the model again") from None

@@ -67,7 +67,7 @@ def gate_(model: nn.Module, plan: Plan | None = None, input_size: InputSize | No
     With no plan all gates are open and the outputs are bit-equal to the ungated model's. ``restore_`` undoes it.
     """
     _refuse_gated(model)
-    plan = plan or Plan()
+    plan = Plan() if plan is None else plan  # an empty plan is false, but its removal style counts
     found = survey_of(model, input_size)
     plan.check(found.anatomy)
     record = record_of(model)
@@ -87,7 +87,7 @@ def restore_(model: nn.Module) -> nn.Module:
     return model
 
 
-def gates(model: nn.Module) -> dict[str, Gate]:
+def gates_of(model: nn.Module) -> dict[str, Gate]:
     """Return the gates of a gated model by path."""
     return {path: module for path, module in model.named_modules() if isinstance(module, Gate)}
 

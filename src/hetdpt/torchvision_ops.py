@@ -13,6 +13,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import Any
 
+OPERATORS = ("nms", "qnms")
 _keep: list[Any] = []  # the definitions of a torch library live as long as it does
 
 
@@ -38,12 +39,12 @@ def define_missing_operators() -> list[str]:
 
     if _loads():
         return []
+    missing = [name for name in OPERATORS if not hasattr(torch.ops.torchvision, name)]
     library = torch.library.Library("torchvision", "FRAGMENT")
-    names = ["nms", "qnms"]
-    for name in names:
+    for name in missing:
         library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
     _keep.append(library)
-    return names
+    return missing
 
 
 def _loads() -> bool:

@@ -209,8 +209,19 @@ def _run_on_stand_ins(model: nn.Module, shape: tuple[int, ...], watch: Watch) ->
     dtype = next((t.dtype for t in tensors.values() if t.is_floating_point()), torch.float32)
     stand_ins = {name: torch.zeros(t.shape, dtype=t.dtype, device="cpu") for name, t in tensors.items()}
     images = torch.zeros(shape, dtype=dtype, device="cpu")
-    with watch(model, stand_ins, images):
+    with _no_fast_path(), watch(model, stand_ins, images):
         torch.func.functional_call(model, stand_ins, (images,))
+
+
+@contextmanager
+def _no_fast_path() -> Iterator[None]:
+    """Let ``nn.MultiheadAttention`` show its products instead of one opaque operator."""
+    was_enabled = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(was_enabled)
 
 
 def trace(model: nn.Module, input_size: tuple[int, int, int]) -> Trace:

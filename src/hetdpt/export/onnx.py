@@ -14,7 +14,7 @@ from hetdpt.adapters.models import evaluating, input_size_of
 from hetdpt.errors import ModelError
 from hetdpt.files import require_new
 from hetdpt.measurement.agreement import outputs_of
-from hetdpt.surgery import gates, record_of
+from hetdpt.surgery import gates_of, record_of
 
 BATCHES = (1, 3)  # one is traced with neither, so the batch is shown to be dynamic
 
@@ -54,7 +54,7 @@ def export_onnx(
     """
     target = Path(path)
     require_new(target, overwrite)
-    if gates(model):
+    if gates_of(model):
         raise ModelError("this model has gates on its layers; call restore_(model) before exporting it")
     record = record_of(model)
     size = input_size or (record.survey.input_size if record else input_size_of(model))

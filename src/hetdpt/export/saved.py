@@ -23,7 +23,7 @@ from hetdpt.export.card import model_card
 from hetdpt.files import new_directory, read_sealed_json, sha256, write_sealed_json
 from hetdpt.measurement.agreement import relative_difference
 from hetdpt.plan import Plan
-from hetdpt.surgery import gates, merge_, prune_, record_of
+from hetdpt.surgery import gates_of, merge_, prune_, record_of
 
 RECIPE, WEIGHTS, CARD, TIMM_CONFIG = "hetdpt.json", "model.safetensors", "README.md", "config.json"
 FORMAT = 1
@@ -79,7 +79,7 @@ def save(model: nn.Module, directory: str | Path, *, base: Base | None = None, o
     how it was built where the model does not know (``hetdpt.Base("timm", name, {...})``).
     """
     target = Path(directory)
-    if gates(model):
+    if gates_of(model):
         raise ModelError("this model has gates on its layers; call restore_(model) before saving it")
     recipe = Recipe.of(model, base)
     _require_same(model, recipe)

@@ -1,0 +1,346 @@
+"""Which model families hetdpt takes apart, tried one by one; writes docs/families.md.
+
+    python benchmarks/families.py --out docs/families.md [--only MODULE ...] [--redo]
+
+Of every module of timm the model with the fewest parameters is taken, a few telling ones besides (``TELLING``), and a
+list of HuggingFace classes (``HUGGINGFACE``), all with random weights. Each row goes to benchmarks/results/families.json
+as soon as it is known, and a second run only adds what is missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import re
+import warnings
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field, replace
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import hetdpt  # before timm: cures torchvision where its operators do not load
+
+import timm
+import torch
+from torch import Tensor, nn
+
+from hetdpt.adapters.anatomy import Survey, survey
+from hetdpt.adapters.branches import Reading
+from hetdpt.adapters.models import Base, build, input_size_of
+from hetdpt.adapters.trace import trace
+from hetdpt.errors import HetDPTError, ModelError
+from hetdpt.export.saved import versions
+from hetdpt.measurement.agreement import outputs_of
+
+Size = tuple[int, int, int]
+
+RESULTS = Path("benchmarks/results/families.json")
+BATCH = 2
+LIGHT_PARAMS, LIGHT_SIDE = 100e6, 300  # beyond these a model is cut down, or only surveyed
+ROUNDING = 2e-5  # merged against pruned, as in tests/test_contract.py
+CHANGE = 1e-4  # pruned against dense: less would mean that nothing was removed
+# Names of models that are not the smallest of anything: to find that out would cost gigabytes.
+LARGE = re.compile("giant|huge|gigantic|enormous|xlarge|_[1357]b_")
+
+TELLING: dict[str, dict[str, str]] = {
+    "beit": {"beitv2_base_patch16_224": "LayerScale, relative positions"},
+    "byoanet": {"botnet26t_256": "attention instead of a 3 x 3 convolution", "lambda_resnet26t": "lambda layers"},
+    "byobnet": {"resnet50_clip": "attention pool"},
+    "coat": {"coat_lite_tiny": "serial blocks only"},
+    "convnext": {"convnext_atto": "", "convnextv2_atto": "GRN between the layers"},
+    "crossvit": {"crossvit_9_dagger_240": "convolutional embedding"},
+    "deit": {
+        "deit_tiny_distilled_patch16_224": "two heads",
+        "deit3_small_patch16_224": "LayerScale",
+    },
+    "efficientvit_mit": {"efficientvit_l1": "larger kind"},
+    "eva": {
+        "eva_giant_patch14_224": "plain MLP",
+        "eva02_base_patch14_224": "SwiGLU with a norm inside",
+        "vit_small_patch16_dinov3": "DINOv3",
+        "vit_small_plus_patch16_dinov3": "DINOv3, SwiGLU",
+        "vit_small_patch16_rope_224": "rotary positions",
+        "vit_small_patch16_rope_mixed_224": "learned rotary positions",
+        "vit_betwixt_patch16_rope_reg4_gap_256": "rotary positions, registers",
+        "vit_pe_core_tiny_patch16_384": "attention pool",
+    },
+    "fastvit": {"fastvit_sa12": "attention in the last stage"},
+    "levit": {"levit_conv_128s": "as convolutions"},
+    "maxxvit": {"coatnet_nano_rw_224": "CoAtNet", "coatnext_nano_rw_224": "CoAtNet with ConvNeXt blocks"},
+    "metaformer": {"caformer_s18": "attention in the last stages", "poolformer_s12": "pooling instead of attention"},
+    "mlp_mixer": {"mixer_s32_224": "mixes tokens by an MLP too", "resmlp_12_224": "mixes tokens by one layer"},
+    "mobilenetv3": {"mobilenetv4_hybrid_medium": "attention in the last stages"},
+    "mobilevit": {"mobilevitv2_050": "separable attention"},
+    "naflexvit": {"naflexvit_base_patch16_gap": "", "naflexvit_base_patch16_map": "attention pool"},
+    "swin_transformer": {"swin_s3_tiny_224": "windows of several sizes"},
+    "swin_transformer_v2_cr": {"swinv2_cr_tiny_ns_224": "norms per stage"},
+    "tnt": {"tnt_s_patch16_224": "not the legacy kind"},
+    "twins": {"twins_pcpvt_small": "no local attention"},
+    "vision_transformer": {
+        "vit_tiny_patch16_224": "plain",
+        "vit_small_patch14_dinov2": "LayerScale",
+        "vit_small_patch14_reg4_dinov2": "LayerScale, registers",
+        "vit_giant_patch14_dinov2": "SwiGLU",
+        "vit_medium_patch16_reg4_gap_256": "registers, no class token",
+        "vit_base_patch16_siglip_224": "attention pool",
+        "vit_base_patch32_clip_quickgelu_224": "QuickGELU",
+        "vit_base_patch16_rpn_224": "norm behind each branch",
+        "vit_small_patch16_36x1_224": "36 blocks",
+        "vit_small_patch16_18x2_224": "two branches side by side",
+        "vit_base_patch16_xp_224": "attention and FFN in one branch",
+        "vit_pwee_patch16_reg1_gap_256": "attention and FFN side by side",
+        "vit_dwee_patch16_reg1_gap_256": "differential attention",
+        "aimv2_large_patch14_224": "SwiGLU, RMSNorm",
+        "beit3_base_patch16_224": "norms inside attention and FFN",
+        "flexivit_small": "",
+    },
+    "vision_transformer_hybrid": {"vit_small_r26_s32_224": "larger stem"},
+    "vision_transformer_relpos": {
+        "vit_relpos_small_patch16_224": "",
+        "vit_relpos_medium_patch16_cls_224": "class token",
+        "vit_relpos_small_patch16_rpn_224": "norm behind each branch",
+    },
+}
+"""Beside the smallest model of a module, those that say more of it, and what they show."""
+
+_VIT = {
+    **{"hidden_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 96},
+    **{"image_size": 64, "patch_size": 16},
+}
+_DINO = {**_VIT, "mlp_ratio": 2}
+_SWIN = {"image_size": 64, "patch_size": 4, "embed_dim": 24, "depths": [2, 2], "num_heads": [2, 4], "window_size": 4}
+
+HUGGINGFACE: list[tuple[str, str, dict[str, Any]]] = [
+    ("ViTForImageClassification", "", _VIT),
+    ("ViTModel", "", _VIT),
+    ("DeiTForImageClassification", "", _VIT),
+    ("DeiTForImageClassificationWithTeacher", "two heads", _VIT),
+    ("SwinForImageClassification", "", _SWIN),
+    ("Swinv2ForImageClassification", "", _SWIN),
+    ("Dinov2ForImageClassification", "LayerScale", _DINO),
+    ("Dinov2ForImageClassification", "SwiGLU", {**_DINO, "use_swiglu_ffn": True}),
+    ("Dinov2WithRegistersForImageClassification", "registers", _DINO),
+    ("DINOv3ViTModel", "rotary positions", _VIT),
+    ("DINOv3ViTModel", "SwiGLU", {**_VIT, "use_gated_mlp": True}),
+    ("BeitForImageClassification", "LayerScale", _VIT),
+    ("CLIPVisionModel", "QuickGELU", _VIT),
+    ("CLIPVisionModelWithProjection", "", {**_VIT, "projection_dim": 16}),
+    ("CLIPForImageClassification", "", {"vision_config": _VIT}),
+    ("SiglipVisionModel", "attention pool", _VIT),
+    ("SiglipForImageClassification", "", {"vision_config": _VIT}),
+    ("ViTMSNForImageClassification", "", _VIT),
+    ("Data2VecVisionForImageClassification", "", _VIT),
+    ("IJepaForImageClassification", "", _VIT),
+    ("YolosForObjectDetection", "", {**_VIT, "image_size": [64, 64]}),
+    ("DPTForDepthEstimation", "ViT under a decoder", _VIT),
+    ("PvtV2ForImageClassification", "", {"image_size": 64}),
+    ("SegformerForImageClassification", "", {}),
+    ("HieraForImageClassification", "", {"image_size": [64, 64], "embed_dim": 32}),
+    ("LevitForImageClassification", "", {}),
+    ("CvtForImageClassification", "", {}),
+]
+"""Class, what it shows, and its configuration."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model to try, on images of ``size``; ``None`` until :func:`prepared` has found one."""
+
+    family: str
+    note: str
+    base: Base
+    size: Size | None = None
+
+
+@dataclass(frozen=True)
+class Row:
+    """What was found out about one case; the JSON of a row has these keys."""
+
+    family: str
+    note: str
+    base: Base
+    outcome: str
+    """``held``, ``failed``, ``surveyed`` (too large to run), ``refused``, or ``nothing`` (no attention, no FFN)."""
+    has_attention: bool = False
+    """Whether there is an attention product anywhere, offered or not."""
+    size: Size | None = None
+    blocks: int = 0
+    attention: int = 0
+    activation: int = 0
+    gated: int = 0
+    checks: dict[str, bool] = field(default_factory=dict)
+    merged: float | None = None
+    """Relative difference of merged and pruned outputs."""
+    changed: float | None = None
+    """Relative difference of pruned and dense outputs."""
+    why: str = ""
+    not_offered: dict[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Row:
+        return cls(**{**values, "base": Base.from_dict(values["base"])})
+
+
+def smallest(module: str) -> str:
+    """Return the model of a timm module with the fewest parameters."""
+    counts = {}
+    for name in timm.list_models(module=module):
+        if not LARGE.search(name):
+            counts[name] = parameters(build(Base("timm", name), is_empty=True))
+    return min(counts, key=counts.__getitem__)
+
+
+def parameters(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def cases(smallest_of: dict[str, str]) -> Iterator[Case]:
+    for module, name in smallest_of.items():
+        telling = TELLING.get(module, {})
+        for model, note in {name: "", **telling}.items():
+            yield Case(module, note, Base("timm", model))
+    for name, note, config in HUGGINGFACE:
+        yield Case("HuggingFace", note, Base("transformers", name, config))
+
+
+def prepared(case: Case) -> tuple[Case, nn.Module]:
+    """Return the case cut down to what runs in seconds, where the model lets itself be, and its empty model."""
+    model = build(case.base, is_empty=True)
+    size = size_of(model)
+    if is_light(model, size):
+        return replace(case, size=size), model
+    for side in (224, 192):
+        for changes in ({"img_size": side, "depth": 3}, {"img_size": side}, {"depth": 3}, {}):
+            smaller = replace(case, base=replace(case.base, arguments=changes), size=(3, side, side))
+            if found := accepted(smaller):
+                return smaller, found
+    return replace(case, size=size), model
+
+
+def size_of(model: nn.Module) -> Size:
+    try:
+        return input_size_of(model)
+    except ModelError:  # it says none and takes any
+        return 3, 224, 224
+
+
+def is_light(model: nn.Module, size: Size) -> bool:
+    return parameters(model) <= LIGHT_PARAMS and max(size) <= LIGHT_SIDE
+
+
+def accepted(case: Case) -> nn.Module | None:
+    """Return the empty model of a case that can be built, takes its images and is light."""
+    assert case.size is not None
+    try:
+        model = build(case.base, is_empty=True)
+        trace(model, case.size)
+    except ModelError:
+        return None
+    return model if is_light(model, case.size) else None
+
+
+def tried(case: Case) -> Row:
+    """Return the row of one case, whatever happens."""
+    row = Row(case.family, case.note, case.base, "failed")
+    try:
+        case, model = prepared(case)
+        assert case.size is not None
+        reading = Reading(model, trace(model, case.size))
+        row = replace(row, base=case.base, size=case.size, has_attention=has_attention(reading))
+        return examined(row, model)
+    except HetDPTError as error:
+        is_empty = str(error).count("found neither") and not row.has_attention
+        return replace(row, outcome="nothing" if is_empty else "refused", why=str(error))
+    except Exception as error:  # any library may raise anything: a finding, and no reason to stop
+        return replace(row, why=f"{type(error).__name__}: {error}".splitlines()[0])
+
+
+def has_attention(reading: Reading) -> bool:
+    return any(reading.is_product(node.index) for node in reading.nodes)
+
+
+def examined(row: Row, empty: nn.Module) -> Row:
+    """Return the row with the sites of a model and, if it is light enough to run, the checks of the contract."""
+    assert row.size is not None
+    found = survey(empty, row.size)
+    row = replace(
+        row,
+        blocks=found.anatomy.blocks,
+        attention=len(found.anatomy.attention),
+        activation=len(found.anatomy.activation),
+        gated=sum(handle.site.is_gated for handle in found.handles),
+        not_offered=dict(Counter(map(reason, found.refusals))),
+    )
+    if not is_light(empty, row.size):
+        return replace(row, outcome="surveyed")
+    model = randomise_(build(row.base), torch.Generator().manual_seed(0))
+    try:
+        checks, merged, changed = contract(model, row.size, half(found))
+    except HetDPTError as error:
+        return replace(row, why=f"{type(error).__name__}: {error}")
+    return replace(
+        row, outcome="held" if all(checks.values()) else "failed", checks=checks, merged=merged, changed=changed
+    )
+
+
+def half(found: Survey) -> hetdpt.Plan:
+    """Return the plan that takes every second site of each kind; whole FFNs where some are gated."""
+    anatomy = found.anatomy
+    is_any_gated = any(handle.site.is_gated for handle in found.handles)
+    removal = ("skip", "drop") if is_any_gated else "plain"
+    return hetdpt.Plan(anatomy.attention[::2], anatomy.activation[::2], removal=removal)
+
+
+@torch.no_grad()
+def randomise_(model: nn.Module, generator: torch.Generator) -> nn.Module:
+    """Put random values in every parameter, so that no branch is zero by initialisation."""
+    for parameter in model.parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        is_matrix = parameter.ndim > 1
+        parameter.copy_(noise / parameter[0].numel() ** 0.5 if is_matrix else 0.5 + 0.1 * noise)
+    return model.eval()
+
+
+@torch.no_grad()
+def contract(model: nn.Module, size: Size, plan: hetdpt.Plan) -> tuple[dict[str, bool], float, float]:
+    """Return the checks by name, and how far merged is from pruned and pruned from dense."""
+    images = torch.randn(BATCH, *size, generator=torch.Generator().manual_seed(1))
+
+    def run() -> Tensor:
+        return torch.cat([output.flatten() for output in outputs_of(model, images)])
+
+    dense = run()
+    hetdpt.gate_(model, hetdpt.Plan(removal=plan.removal), size)
+    is_open_dense = torch.equal(run(), dense)
+    hetdpt.gate_(hetdpt.restore_(model), plan, size)
+    gated = run()
+    hetdpt.restore_(model)
+    is_restored = torch.equal(run(), dense)
+    hetdpt.prune_(model, plan, size)
+    pruned = run()
+    hetdpt.merge_(model)
+    merged, changed = difference(run(), pruned), difference(pruned, dense)
+    checks = {
+        "outputs are finite": bool(dense.isfinite().all() and pruned.isfinite().all()),
+        "open gates = dense": is_open_dense,
+        "restored = dense": is_restored,
+        "gated = pruned": torch.equal(gated, pruned),
+        "merged = pruned": merged < ROUNDING,
+        "pruned ≠ dense": changed > CHANGE,
+    }
+    return checks, merged, changed
+
+
+def difference(one: Tensor, other: Tensor) -> float:
+    return ((one - other).abs().max() / other.abs().max()).item()
+
+
+def reason(refusal: str) -> str:
+    """Return a refusal without the names and shapes in which those of one kind differ."""
+    where, _, why = refusal.partition(": ")
+    if " turns " in why:
+        why = "a module of the branch changes the shape"
+    return f"{where.split()[0]}: {why}"

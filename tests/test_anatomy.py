@@ -1,0 +1,138 @@
+"""What is found in a model, what is not offered, and the sentence that says why."""
+
+from __future__ import annotations
+
+import pytest
+import timm
+import torch
+from families import VIT, named
+from torch import Tensor, nn
+
+import hetdpt
+from hetdpt.adapters.anatomy import survey
+from hetdpt.errors import ModelError
+
+
+class Toy(nn.Module):
+    """A transformer of two blocks written from torch's own parts, known to no library."""
+
+    def __init__(self, *, is_shared: bool = False, narrows: bool = False) -> None:
+        super().__init__()
+        self.embed = nn.Conv2d(3, 16, 8, 8)
+        blocks = [ToyBlock(narrows) for _ in range(2)]
+        self.blocks = nn.ModuleList([blocks[0], blocks[0]] if is_shared else blocks)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.embed(images).flatten(2).transpose(1, 2)
+        for block in self.blocks:
+            x = block(x)
+        return x.mean(1)
+
+
+class ToyBlock(nn.Module):
+    def __init__(self, narrows: bool) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(16)
+        self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
+        self.ffn = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Dropout(0.1), nn.Linear(32, 16))
+        self.narrows = narrows
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.norm(x)
+        query = z[:, :1] if self.narrows else z
+        x = x + self.attention(query, z, z, need_weights=False)[0]
+        return x + self.ffn(x)
+
+
+SIZE = (3, 32, 32)
+
+
+def test_a_model_of_no_library_is_found_by_its_structure() -> None:
+    model, images = Toy().eval(), torch.randn(2, *SIZE)
+    sites = hetdpt.sites(model, SIZE)
+    assert [(site.kind, site.block, site.path) for site in sites] == [
+        ("attention", 0, "blocks.0.attention"),
+        ("activation", 0, "blocks.0.ffn.1"),
+        ("attention", 1, "blocks.1.attention"),
+        ("activation", 1, "blocks.1.ffn.1"),
+    ]
+    plan = hetdpt.Plan((0,), (1,))
+    with torch.no_grad():
+        gated = hetdpt.gate_(model, plan, SIZE)(images)
+        pruned = hetdpt.prune_(hetdpt.restore_(model), plan, SIZE)(images)
+        merged = hetdpt.merge_(model)(images)
+    assert torch.equal(gated, pruned)
+    torch.testing.assert_close(merged, pruned, rtol=1e-5, atol=1e-6)  # one float32 rounding
+
+
+def test_shared_blocks_are_not_offered() -> None:
+    with pytest.raises(ModelError, match="Toy has no removable layers"):
+        hetdpt.sites(Toy(is_shared=True), SIZE)
+
+
+def test_attention_that_changes_the_token_count_is_not_offered() -> None:
+    found = survey(Toy(narrows=True), SIZE)
+    assert found.anatomy.attention == ()
+    assert found.anatomy.activation == (0, 1)
+    assert any("not in a residual branch of its own that keeps the shape" in refusal for refusal in found.refusals)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "sentence"),
+    [
+        (
+            "resnet18",
+            {},
+            "ResNet has no removable layers: looked for residual branches around attention .* found neither",
+        ),
+        ("vit_base_patch16_xp_224", VIT, "0 modules of the branch hold it, and exactly one can be replaced"),
+        ("vit_small_patch16_18x2_224", VIT, "2 modules of the branch hold it, and exactly one can be replaced"),
+        ("caformer_s18", {}, "token_mixer: not in a residual branch of its own that keeps the shape"),
+        ("efficientvim_m1", {}, "its output is still changed by sub before the sum"),
+    ],
+)
+def test_refused_models(name: str, arguments: dict, sentence: str) -> None:
+    with pytest.raises(ModelError, match=sentence):
+        hetdpt.sites(timm.create_model(name, **arguments), (3, 224, 224) if not arguments else SIZE)
+
+
+@pytest.mark.parametrize(
+    ("label", "sentence"),
+    [
+        ("pvt_v2_b0", "looked for Linear - activation - Linear or a gated FFN, found LayerNorm - Linear - Conv2d"),
+        ("levit_128s", "found Linear - BatchNorm1d - Hardswish - Linear - BatchNorm1d"),
+        ("cait_xxs24_224", "attention in blocks_token_only.0.attn: not in a residual branch of its own"),
+        ("xcit_nano_12_p8_224", r"cls_attn_blocks.0.attn turns \(2, 17, 48\) into \(2, 1, 48\)"),
+        ("hiera_tiny_224", "attention in blocks.1.attn: not in a residual branch of its own that keeps the shape"),
+    ],
+)
+def test_what_is_not_offered_has_a_sentence(label: str, sentence: str) -> None:
+    family = named(label)
+    found = survey(family.build(), family.size)
+    import re
+
+    assert any(re.search(sentence, refusal) for refusal in found.refusals), found.refusals
+
+
+def test_tracing_leaves_no_trace() -> None:
+    family = named("levit_128s")  # it keeps its attention biases between calls
+    model, images = family.build(), family.images()
+    with torch.no_grad():
+        expected = family.build()(images)
+        hetdpt.sites(model)
+        assert torch.equal(model(images), expected)
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_training_mode_and_device_do_not_matter(model: nn.Module) -> None:
+    expected = hetdpt.sites(model)
+    model.train()
+    assert hetdpt.sites(model) == expected
+    assert model.training
+    assert hetdpt.sites(model.half()) == expected
+    assert hetdpt.sites(model.to("meta")) == expected
+
+
+def test_blocks_are_numbered_as_the_model_counts_them() -> None:
+    sites = hetdpt.sites(named("swin_tiny_patch4_window7_224").build())
+    assert [site.path for site in sites if site.block == 2] == ["layers.1.blocks.0.attn", "layers.1.blocks.0.mlp.act"]

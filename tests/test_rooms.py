@@ -1,0 +1,109 @@
+"""The storeys of the house: imports only go down, rooms on one storey are strangers, libraries stay in their rooms."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import hetdpt
+
+HOUSE = Path(hetdpt.__file__).parent
+
+# From the top floor down, as in docs/architecture.md; rooms of later issues have their place already.
+STOREYS = [
+    {"cli"},
+    {"recipes"},
+    {"pipeline", "report", "demo"},
+    {"runs"},
+    {"export", "downstream", "combine", "insight"},
+    {"predictor", "selection", "recovery"},
+    {"entropy", "calibration"},
+    {"training", "measurement"},
+    {"surgery", "data"},
+    {"adapters"},
+    {"gates", "fold"},
+    {"published", "files", "torchvision_ops"},
+    {"plan"},
+    {"errors"},
+]
+FENCES = {
+    "timm": {"adapters", "data", "training"},
+    "transformers": {"adapters", "downstream"},
+    "accelerate": {"adapters", "training"},
+    "torch_pruning": {"combine"},
+    "onnx": {"export"},
+    "onnxruntime": {"export"},
+    "onnxscript": {"export"},
+    "huggingface_hub": {"export"},
+    "matplotlib": {"report"},
+    "jinja2": {"report"},
+    "rich": {"cli"},
+    "typer": {"cli"},
+}
+WITHOUT_TORCH = {"plan", "errors", "files", "published", "report"}
+# The front door hands out names lazily and knows every room.
+DOORS = {"__init__", "__main__"}
+
+
+def room_of(path: Path) -> str:
+    return path.relative_to(HOUSE).parts[0].removesuffix(".py")
+
+
+def imports(path: Path) -> set[str]:
+    """Return the modules a file imports, also inside functions, but not for the type checker alone."""
+    tree = ast.parse(path.read_text())
+    hidden = {id(inner) for node in ast.walk(tree) if _is_type_checking(node) for inner in ast.walk(node)}
+    found = set()
+    for node in ast.walk(tree):
+        if id(node) in hidden:
+            continue
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path} imports relatively"
+            found.add(node.module or "")
+    return found
+
+
+def _is_type_checking(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+
+
+FILES = sorted(path for path in HOUSE.rglob("*.py") if room_of(path) not in DOORS)
+
+
+def storey(room: str) -> int:
+    floors = [number for number, rooms in enumerate(STOREYS) if room in rooms]
+    assert floors, f"room {room} is not in the plan of the house"
+    return floors[0]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(HOUSE)))
+def test_imports_go_down(path: Path) -> None:
+    room = room_of(path)
+    for module in imports(path):
+        parts = module.split(".")
+        if parts[0] == "hetdpt" and len(parts) > 1 and parts[1] != room:
+            assert storey(parts[1]) > storey(room), f"{room} must not import {module}"
+        if parts[0] in FENCES:
+            assert room in FENCES[parts[0]], f"{parts[0]} belongs in {FENCES[parts[0]]}, not in {room}"
+        if room in WITHOUT_TORCH:
+            assert parts[0] != "torch", f"{room} must not import torch"
+
+
+def test_the_picture_in_the_docs_shows_these_storeys() -> None:
+    text = (HOUSE.parent.parent / "docs" / "architecture.md").read_text()
+    picture = next(block for block in text.split("```") if block.strip().startswith("cli"))
+    drawn = [line.split() for line in picture.strip().splitlines()]
+    assert [{room.strip("[]") for room in rooms} for rooms in drawn] == STOREYS
+    built = {room for rooms in drawn for room in rooms if not room.startswith("[")}
+    assert built == {room_of(path) for path in FILES}, "rooms in brackets are not built yet"
+
+
+def test_no_forward_is_copied_and_no_pickle_is_loaded() -> None:
+    for path in FILES:
+        text = path.read_text()
+        assert "torch.load(" not in text, f"{path} loads a pickle"
+        assert ".forward =" not in text, f"{path} overrides a forward"

@@ -1,0 +1,240 @@
+"""What surgery promises beyond the contract: styles, composition, and every habit a torch model is used with."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+
+import pytest
+import torch
+from families import Family, named
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import hetdpt
+from hetdpt.errors import ModelError, PlanError
+from hetdpt.plan import Plan
+
+PLAN = Plan(attention=(0, 2), activation=(1, 2))
+CLOSE = {"rtol": 1e-4, "atol": 1e-5}  # one float32 rounding of a merged matrix
+
+
+def run(model: nn.Module, images: Tensor) -> Tensor:
+    with torch.no_grad():
+        return model(images)
+
+
+def by_hand(model: nn.Module, images: Tensor, plan: Plan) -> Tensor:
+    """Return what a plain timm ViT computes under ``plan``, written from SPEC section 1."""
+    x = model._pos_embed(model.patch_embed(images))
+    for number, block in enumerate(model.blocks):
+        is_gone = number in plan.attention, number in plan.activation
+        if not is_gone[0]:
+            x = x + block.attn(block.norm1(x))
+        elif plan.styles[0] == "norm":
+            x = x + block.norm1(x)
+        hidden = block.mlp.fc1(block.norm2(x))
+        x = x + block.mlp.fc2(hidden if is_gone[1] else block.mlp.act(hidden))
+        if plan.removal == "authors" and all(is_gone):
+            x = nn.functional.gelu(x)
+    return model.forward_head(model.norm(x))
+
+
+@pytest.mark.parametrize("removal", ["plain", "norm", "authors"])
+def test_removed_means_what_the_spec_says(model: nn.Module, images: Tensor, removal: str) -> None:
+    plan = Plan(PLAN.attention, PLAN.activation, removal=removal)
+    with torch.no_grad():
+        expected = by_hand(deepcopy(model), images, plan)
+    pruned = run(hetdpt.prune_(model, plan), images)
+    torch.testing.assert_close(pruned, expected, **CLOSE)
+    torch.testing.assert_close(run(hetdpt.merge_(model), images), expected, **CLOSE)
+
+
+@pytest.mark.parametrize("label", ["vit_tiny_patch16_224", "swinv2_tiny_window8_256", "beit_base_patch16_224"])
+@pytest.mark.parametrize("removal", ["norm", ("skip", "drop")])
+def test_other_styles_keep_the_contract(label: str, removal: str | tuple[str, str]) -> None:
+    family = named(label)
+    model, images = family.build(), family.images()
+    plan = Plan(attention=(0, 2), activation=(1,), removal=removal)
+    gated = run(hetdpt.gate_(model, plan), images)
+    hetdpt.restore_(model)
+    pruned = run(hetdpt.prune_(model, plan), images)
+    assert torch.equal(gated, pruned)
+    torch.testing.assert_close(run(hetdpt.merge_(model), images), pruned, **CLOSE)
+
+
+@pytest.mark.parametrize("label", ["vit_small_patch14_dinov2", "hf Dinov2ForImageClassification", "cait_xxs24_224"])
+def test_layer_scale_and_norms_fold_away(label: str) -> None:
+    family = named(label)
+    model, images = family.build(), family.images()
+    hetdpt.prune_(model, Plan(activation=(1,)))
+    outputs = [model(images)] if isinstance(model(images), Tensor) else [model(images).logits]
+    before = hetdpt.count_params(model)
+    merged = deepcopy(model)
+    hetdpt.merge_(merged)
+    width = hetdpt.surgery.survey_of(model).anatomy.width
+    hidden = 2 * width if label.startswith("hf") else 4 * width
+    ffn, one, scale = 2 * width * hidden + hidden + width, width * width + width, width
+    assert before - hetdpt.count_params(merged) == ffn - one + scale
+    hetdpt.merge_(model, fold_norms=True)
+    assert hetdpt.count_params(merged) - hetdpt.count_params(model) == 2 * width
+    for result in (merged(images), model(images)):
+        torch.testing.assert_close(result if isinstance(result, Tensor) else result.logits, outputs[0], **CLOSE)
+
+
+def test_a_pruned_model_may_lose_more(model: nn.Module, images: Tensor) -> None:
+    whole = run(hetdpt.prune_(deepcopy(model), PLAN), images)
+    hetdpt.prune_(model, Plan(attention=(0,)))
+    hetdpt.merge_(hetdpt.prune_(model, Plan(activation=(1,))))
+    hetdpt.merge_(hetdpt.prune_(model, PLAN))
+    torch.testing.assert_close(run(model, images), whole, **CLOSE)
+    assert [site.path for site in hetdpt.sites(model)] == ["blocks.0.mlp.act", "blocks.1.attn"]
+    with pytest.raises(PlanError, match="was pruned with removal 'plain' and the plan says 'norm'"):
+        hetdpt.prune_(model, Plan(attention=(1,), removal="norm"))
+
+
+def test_a_pruned_model_can_be_gated(model: nn.Module, images: Tensor) -> None:
+    hetdpt.prune_(model, Plan(attention=(0,), activation=(0,)))
+    pruned = run(model, images)
+    hetdpt.gate_(model)
+    assert torch.equal(run(model, images), pruned)
+    assert len(hetdpt.gates_of(model)) == 4
+
+
+def test_an_empty_plan_changes_nothing(model: nn.Module, images: Tensor) -> None:
+    dense = run(model, images)
+    assert torch.equal(run(hetdpt.merge_(hetdpt.prune_(model, Plan())), images), dense)
+
+
+def test_merge_leaves_narrow_ffns_alone() -> None:
+    family = named("vit_tiny_patch16_224")
+    narrow = Family(
+        "narrow", hetdpt.Base("timm", family.base.name, {**family.base.arguments, "mlp_ratio": 0.5}), 32, 3, 3
+    )
+    model = hetdpt.prune_(narrow.build(), Plan(activation=(1,)))
+    before = hetdpt.count_params(model)
+    assert hetdpt.count_params(hetdpt.merge_(model)) == before
+
+
+class TestHabits:
+    """A pruned or gated model is used like any other."""
+
+    @pytest.fixture(params=["gated", "pruned", "merged"])
+    def operated(self, request: pytest.FixtureRequest, model: nn.Module) -> nn.Module:
+        if request.param == "gated":
+            return hetdpt.gate_(model, PLAN)
+        hetdpt.prune_(model, PLAN)
+        return hetdpt.merge_(model) if request.param == "merged" else model
+
+    def test_inference_mode(self, operated: nn.Module, images: Tensor) -> None:
+        with torch.inference_mode():
+            result = operated(images)
+        assert torch.equal(result, run(operated, images))
+
+    def test_deepcopy_is_independent(self, operated: nn.Module, images: Tensor) -> None:
+        copied = deepcopy(operated)
+        before = run(operated, images)
+        assert torch.equal(run(copied, images), before)
+        for gate in hetdpt.gates_of(copied).values():
+            gate.is_open = False
+        with torch.no_grad():
+            for parameter in copied.parameters():
+                parameter.zero_()
+        assert torch.equal(run(operated, images), before)
+
+    def test_state_dict_round_trip(self, operated: nn.Module, images: Tensor) -> None:
+        twin = deepcopy(operated)
+        with torch.no_grad():
+            for parameter in twin.parameters():
+                parameter.normal_()
+        twin.load_state_dict(operated.state_dict())
+        assert torch.equal(run(twin, images), run(operated, images))
+
+    def test_train_and_eval_mode_reach_every_module(self, operated: nn.Module) -> None:
+        assert not any(module.training for module in operated.modules())
+        assert all(module.training for module in operated.train().modules())
+
+    def test_half_precision(self, operated: nn.Module, images: Tensor) -> None:
+        full = run(operated, images)
+        half = run(operated.half(), images.half())
+        assert half.dtype == torch.float16
+        assert (half.float() - full).abs().max() < 0.05 * full.abs().max()  # three decimal digits through three blocks
+
+    def test_gradient_checkpointing(self, operated: nn.Module, images: Tensor) -> None:
+        gradients = []
+        for is_checkpointed in (False, True):
+            operated.set_grad_checkpointing(is_checkpointed)
+            operated.zero_grad()
+            operated.train()(images).sum().backward()
+            gradients.append({n: p.grad.clone() for n, p in operated.named_parameters() if p.grad is not None})
+        assert gradients[0].keys() == gradients[1].keys()
+        for name, gradient in gradients[0].items():
+            torch.testing.assert_close(gradients[1][name], gradient, **CLOSE)
+
+    def test_torch_compile(self, operated: nn.Module, images: Tensor) -> None:
+        torch._dynamo.reset()
+        compiled = torch.compile(operated, backend="aot_eager", fullgraph=True)
+        torch.testing.assert_close(run(compiled, images), run(operated, images), **CLOSE)
+
+    def test_torch_compile_trains(self, operated: nn.Module, images: Tensor) -> None:
+        torch._dynamo.reset()
+        operated(images).sum().backward()
+        expected = {n: p.grad.clone() for n, p in operated.named_parameters() if p.grad is not None}
+        operated.zero_grad()
+        torch.compile(operated, backend="aot_eager")(images).sum().backward()
+        for name, gradient in expected.items():
+            torch.testing.assert_close(operated.get_parameter(name).grad, gradient, rtol=1e-3, atol=1e-4)
+
+    def test_torch_export(self, operated: nn.Module, images: Tensor) -> None:
+        program = torch.export.export(operated, (images,), dynamic_shapes=({0: torch.export.Dim("batch")},))
+        more = torch.cat([images, images + 0.1])
+        torch.testing.assert_close(run(program.module(), more), run(operated, more), **CLOSE)
+
+    def test_non_reentrant_checkpoint_of_the_whole(self, operated: nn.Module, images: Tensor) -> None:
+        images.requires_grad_()
+        checkpoint(operated, images, use_reentrant=False).sum().backward()
+        assert images.grad is not None
+
+
+@pytest.mark.slow
+def test_torch_compile_with_inductor(model: nn.Module, images: Tensor) -> None:
+    hetdpt.merge_(hetdpt.prune_(model, PLAN))
+    torch._dynamo.reset()
+    torch.testing.assert_close(run(torch.compile(model), images), run(model, images), **CLOSE)
+
+
+class TestRefusals:
+    def test_block_out_of_range(self, model: nn.Module) -> None:
+        with pytest.raises(PlanError, match="removes attention 12 but this model has blocks 0-2"):
+            hetdpt.prune_(model, Plan(attention=(12,)))
+
+    def test_plan_of_another_model(self, model: nn.Module) -> None:
+        with pytest.raises(PlanError, match="made for a model with 12 blocks of width 768 .* 3 blocks of width 48"):
+            hetdpt.prune_(model, hetdpt.published_plan("paper/deit_base-8"))
+
+    def test_gated_ffn_has_no_linear_form(self) -> None:
+        model = named("eva02_tiny_patch14_224").build()
+        with pytest.raises(PlanError, match="activation 1 belongs to a gated FFN, which has no exact linear form"):
+            hetdpt.prune_(model, Plan(activation=(1,)))
+        hetdpt.prune_(model, Plan(attention=(1,)))  # nothing was changed by the refusal
+
+    @pytest.mark.parametrize("removal", ["calibrated", ("linear", "identity")])
+    def test_fitted_styles_need_images(self, model: nn.Module, removal: str | tuple[str, str]) -> None:
+        with pytest.raises(PlanError, match="is fitted on images"):
+            hetdpt.prune_(model, Plan(attention=(1,), removal=removal))
+
+    def test_gates_must_be_off(self, model: nn.Module) -> None:
+        hetdpt.gate_(model)
+        for action in (lambda: hetdpt.prune_(model, PLAN), lambda: hetdpt.merge_(model), lambda: hetdpt.gate_(model)):
+            with pytest.raises(PlanError, match=r"call restore_\(model\) first"):
+                action()
+
+    def test_a_refused_plan_leaves_the_model_alone(self, model: nn.Module, images: Tensor) -> None:
+        dense = run(model, images)
+        with pytest.raises(PlanError):
+            hetdpt.prune_(model, Plan(attention=(0, 7)))
+        assert torch.equal(run(model, images), dense)
+        assert len(hetdpt.sites(model)) == 6
+
+    def test_wrong_image_size(self, model: nn.Module) -> None:
+        with pytest.raises(ModelError, match="does not take images of 3 x 48 x 48"):
+            hetdpt.sites(model, (3, 48, 48))
