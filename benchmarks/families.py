@@ -34,6 +34,7 @@ from hetdpt.adapters.trace import trace
 from hetdpt.errors import HetDPTError, ModelError
 from hetdpt.export.saved import versions
 from hetdpt.measurement.agreement import outputs_of
+from hetdpt.surgery import record_of
 
 Size = tuple[int, int, int]
 
@@ -135,7 +136,7 @@ HUGGINGFACE: list[tuple[str, str, dict[str, Any]]] = [
     ("Data2VecVisionForImageClassification", "", _VIT),
     ("IJepaForImageClassification", "", _VIT),
     ("YolosForObjectDetection", "", {**_VIT, "image_size": [64, 64]}),
-    ("DPTForDepthEstimation", "ViT under a decoder", _VIT),
+    ("DPTForDepthEstimation", "ViT under a decoder", {**_VIT, "backbone_out_indices": [0, 1, 2, 3]}),
     ("PvtV2ForImageClassification", "", {"image_size": 64}),
     ("SegformerForImageClassification", "", {}),
     ("HieraForImageClassification", "", {"image_size": [64, 64], "embed_dim": 32}),
@@ -172,6 +173,8 @@ class Row:
     activation: int = 0
     gated: int = 0
     checks: dict[str, bool] = field(default_factory=dict)
+    folded: int = 0
+    """How many FFNs merging made one layer of."""
     merged: float | None = None
     """Relative difference of merged and pruned outputs."""
     changed: float | None = None
@@ -203,7 +206,7 @@ def cases(smallest_of: dict[str, str]) -> Iterator[Case]:
         for model, note in {name: "", **telling}.items():
             yield Case(module, note, Base("timm", model))
     for name, note, config in HUGGINGFACE:
-        yield Case("HuggingFace", note, Base("transformers", name, config))
+        yield Case("HuggingFace", note, Base("transformers", name, {**config, "num_labels": 100}))
 
 
 def prepared(case: Case) -> tuple[Case, nn.Module]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import timm
 import torch
@@ -83,7 +85,7 @@ def test_attention_that_changes_the_token_count_is_not_offered() -> None:
         (
             "resnet18",
             {},
-            "ResNet has no removable layers: looked for residual branches around attention .* found neither",
+            "ResNet has no removable layers: looked for residual branches around .* found neither",
         ),
         ("vit_base_patch16_xp_224", VIT, "0 modules of the branch hold it, and exactly one can be replaced"),
         ("vit_small_patch16_18x2_224", VIT, "2 modules of the branch hold it, and exactly one can be replaced"),
@@ -109,8 +111,6 @@ def test_refused_models(name: str, arguments: dict, sentence: str) -> None:
 def test_what_is_not_offered_has_a_sentence(label: str, sentence: str) -> None:
     family = named(label)
     found = survey(family.build(), family.size)
-    import re
-
     assert any(re.search(sentence, refusal) for refusal in found.refusals), found.refusals
 
 

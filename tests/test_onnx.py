@@ -15,8 +15,6 @@ from hetdpt.plan import Plan
 
 PARITY = 1e-4  # of the largest output: two runtimes sum float32 in different orders
 QUICK = ["vit_tiny_patch16_224", "swin_tiny_patch4_window7_224", "hf ViTForImageClassification"]
-# torch.export itself cannot take these with a dynamic batch; what it says is in the test below.
-NOT_EXPORTABLE: dict[str, str] = {}
 
 
 def export(family: Family, path: Path) -> hetdpt.export.onnx.OnnxExport:

@@ -85,8 +85,7 @@ def inspect(
     from hetdpt.surgery import merge_, prune_, sites, survey_of
 
     chosen = _read_plan(plan) if plan else Plan()
-    options = {"weights": weights, "num_classes": num_classes, "img_size": img_size, "is_empty": not latency}
-    network = open_model(model, **options)
+    network = open_model(model, weights=weights, num_classes=num_classes, img_size=img_size, is_empty=not latency)
     found = survey_of(network)
     left = sites(network)
     costs = {"dense": Costs.of(network, found.input_size)}
@@ -174,8 +173,7 @@ def apply(
 
     require_new(out, overwrite)
     chosen = _read_plan(plan)
-    options = {"weights": weights, "pretrained": pretrained, "num_classes": num_classes, "img_size": img_size}
-    dense = open_model(model, **options)
+    dense = open_model(model, weights=weights, pretrained=pretrained, num_classes=num_classes, img_size=img_size)
     size = survey_of(dense).input_size
     pruned = prune_(clone(dense), chosen)
     merged = merge_(clone(pruned), fold_norms)
@@ -331,7 +329,8 @@ def _cell(site: Any, plan: Plan) -> str:
 
 
 def _print_breakdown(latency: LatencyTable) -> None:
-    table = _table(str(latency.dense), "kind of layer", "ms", "share")
+    typer.echo(str(latency.dense))  # as a title it would be broken to the width of the table
+    table = _table("where it goes", "kind of layer", "ms", "share")
     total = sum(value.value for value in latency.breakdown.values())
     for kind, value in latency.breakdown.items():
         table.add_row(kind, f"{value.value:.2f}", f"{100 * value.value / total:.0f} %")

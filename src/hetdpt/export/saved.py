@@ -128,16 +128,15 @@ def with_weights(recipe: Recipe, state: dict[str, Tensor], name: str) -> nn.Modu
     return model.to(device, getattr(torch, recipe.dtype)).eval()
 
 
-def open_model(name: str, **options: Any) -> nn.Module:
+def open_model(name: str, *, is_empty: bool = False, **options: Any) -> nn.Module:
     """Return the model called ``name``: a directory written by ``save``, or what ``create`` knows by that name."""
     if (Path(name) / RECIPE).is_file():
-        if any(options.values()):
-            given = ", ".join(key for key, value in options.items() if value)
+        if given := ", ".join(key for key, value in options.items() if value):
             raise ModelError(f"{name} is a saved model and brings its own weights and sizes; leave out {given}")
         return load(name)
     if Path(name).is_dir():
         raise FileError(f"{name} is a directory without {RECIPE}; give one written by hetdpt.save, or a model's name")
-    return create(name, **options)
+    return create(name, is_empty=is_empty, **options)
 
 
 def versions() -> dict[str, str]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,8 +20,18 @@ from hetdpt.plan import Measurement, Plan, Site
 from hetdpt.surgery import InputSize, merge_, prune_, record_of, sites, survey_of
 
 Progress = Callable[[int, int], None]
-"""Called with (rounds done, rounds in all)."""
+"""Called with (steps done, steps in all)."""
+Removal = str | tuple[str, str]
 MIN_ROUNDS = 5
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """How often each call runs: ``warmup`` rounds untimed, then ``runs``, or fewer once ``seconds`` are over."""
+
+    runs: int
+    warmup: int
+    seconds: float | None = None
 
 
 @dataclass(frozen=True)
@@ -78,7 +90,11 @@ def measure_throughput(
     if first is None:
         raise MeasureError("measure_throughput needs at least one model, such as {'dense': model}")
     images = _images(first, input_size, batch)
-    times = _interleave(models, images, runs, warmup, seconds, progress)
+    calls = {name: partial(model, images) for name, model in models.items()}
+    with ExitStack() as stack:
+        for model in models.values():
+            stack.enter_context(evaluating(model))
+        times = _interleave(calls, images.device, Rounds(runs, warmup, seconds), progress)
     speeds = {name: len(images) / row for name, row in times.items()}
     baseline = next(iter(times.values()))
     return Comparison(
@@ -94,32 +110,65 @@ def latency_table(
     batch: int | None = None,
     runs: int = 20,
     warmup: int = 3,
-    removal: str | tuple[str, str] = "plain",
+    removal: Removal = "plain",
     progress: Progress | None = None,
 ) -> LatencyTable:
     """Return what the removal of each site saves on this device, in milliseconds per batch, one site at a time.
 
-    Every variant is the real pruned and merged model; all take turns, and a saving is the median difference to the
-    dense run of the same round. Sites that ``removal`` cannot remove (gated FFNs under ``plain``) are left out.
+    Every variant is the real pruned and merged block on the input it gets in the model. The variants of a block take
+    turns with the block itself, and a saving is the median difference within a round. Sites that ``removal`` cannot
+    remove (gated FFNs under ``plain``) are left out.
     """
     images = _images(model, input_size, batch)
-    variants = {site: _without(model, site, removal, input_size) for site in _removable(model, removal, input_size)}
-    models = {"dense": model, **{site.path: variant for site, variant in variants.items()}}
-    times = _interleave(models, images, runs, warmup, None, progress)
-    savings = [
-        Saving(site, _measurement("saved", 1e3 * (times["dense"] - times[site.path]), "ms", images))
-        for site in variants
-    ]
-    dense = _measurement("latency", 1e3 * times["dense"], "ms", images)
-    return LatencyTable(dense, savings, _breakdown(model, images, runs))
+    rounds = Rounds(runs, warmup)
+    with evaluating(model):
+        owners = _owners(model, removal, input_size)
+        inputs = _inputs_of(model, owners, images)
+        whole = _interleave({"dense": partial(model, images)}, images.device, rounds)["dense"]
+        savings: list[Saving] = []
+        for done, (owner, sites) in enumerate(owners.items(), 1):
+            variants = {site: _without(model, site, removal, input_size).get_submodule(owner) for site in sites}
+            blocks = {"dense": model.get_submodule(owner), **{site.path: block for site, block in variants.items()}}
+            args, kwargs = inputs[owner]
+            calls = {name: partial(block, *args, **kwargs) for name, block in blocks.items()}
+            times = {name: 1e3 * row for name, row in _interleave(calls, images.device, rounds).items()}
+            savings += [
+                Saving(site, _measurement("saved", times["dense"] - times[site.path], "ms", images)) for site in sites
+            ]
+            if progress:
+                progress(done, len(owners))
+        breakdown = _breakdown(model, images, runs)
+    return LatencyTable(_measurement("latency", 1e3 * whole, "ms", images), savings, breakdown)
 
 
-def _removable(model: nn.Module, removal: str | tuple[str, str], input_size: InputSize | None) -> list[Site]:
+def _owners(model: nn.Module, removal: Removal, input_size: InputSize | None) -> dict[str, list[Site]]:
+    """Return the sites that ``removal`` can remove, by the module that holds their residual branch."""
+    left = sites(model, input_size)
     style = Plan(removal=removal).styles[1]
-    return [site for site in sites(model, input_size) if not site.is_gated or style == "drop"]
+    owners: dict[str, list[Site]] = {}
+    for handle in survey_of(model, input_size).handles:
+        if handle.site in left and (not handle.site.is_gated or style == "drop"):
+            owners.setdefault(handle.owner, []).append(handle.site)
+    return owners
 
 
-def _without(model: nn.Module, site: Site, removal: str | tuple[str, str], input_size: InputSize | None) -> nn.Module:
+@torch.inference_mode()
+def _inputs_of(model: nn.Module, paths: Iterable[str], images: Tensor) -> dict[str, tuple[Any, Any]]:
+    """Return the positional and keyword arguments that the modules at ``paths`` get in one forward pass."""
+    inputs: dict[str, tuple[Any, Any]] = {}
+    with ExitStack() as stack:
+        for path in paths:
+
+            def keep(_: nn.Module, args: Any, kwargs: Any, path: str = path) -> None:
+                inputs[path] = args, kwargs
+
+            hook = model.get_submodule(path).register_forward_pre_hook(keep, with_kwargs=True)
+            stack.callback(hook.remove)
+        model(images)
+    return inputs
+
+
+def _without(model: nn.Module, site: Site, removal: Removal, input_size: InputSize | None) -> nn.Module:
     record = record_of(model)
     removal = record.plan.removal if record else removal
     plan = Plan(**{site.kind: (site.block,)}, removal=removal)  # type: ignore[arg-type]
@@ -146,39 +195,31 @@ def synchronize(device: torch.device) -> None:
 
 @torch.inference_mode()
 def _interleave(
-    models: dict[str, nn.Module],
-    images: Tensor,
-    runs: int,
-    warmup: int,
-    seconds: float | None,
-    progress: Progress | None,
+    calls: Mapping[str, Callable[[], object]], device: torch.device, rounds: Rounds, progress: Progress | None = None
 ) -> dict[str, np.ndarray]:
-    """Return the times in seconds of ``runs`` rounds, in each of which every model runs once, in turning order."""
-    names = list(models)
+    """Return the times in seconds of each round, in which every call runs once; the order turns from round to round."""
+    names = list(calls)
     times: list[dict[str, float]] = []
-    with ExitStack() as stack:
-        for model in models.values():
-            stack.enter_context(evaluating(model))
-        deadline = float("inf")
-        for turn in range(-warmup, max(runs, 1)):
-            if turn == 0 and seconds is not None:
-                deadline = time.perf_counter() + seconds
-            if turn >= MIN_ROUNDS and time.perf_counter() > deadline:
-                break
-            shift = turn % len(names)
-            round_times = {name: _time_once(models[name], images) for name in names[shift:] + names[:shift]}
-            if turn >= 0:
-                times.append(round_times)
-            if progress:
-                progress(turn + warmup + 1, runs + warmup)
+    deadline = float("inf")
+    for turn in range(-rounds.warmup, max(rounds.runs, 1)):
+        if turn == 0 and rounds.seconds is not None:
+            deadline = time.perf_counter() + rounds.seconds
+        if turn >= MIN_ROUNDS and time.perf_counter() > deadline:
+            break
+        shift = turn % len(names)
+        row = {name: _time_once(calls[name], device) for name in names[shift:] + names[:shift]}
+        if turn >= 0:
+            times.append(row)
+        if progress:
+            progress(turn + rounds.warmup + 1, rounds.runs + rounds.warmup)
     return {name: np.array([row[name] for row in times]) for name in names}
 
 
-def _time_once(model: nn.Module, images: Tensor) -> float:
-    synchronize(images.device)
+def _time_once(call: Callable[[], object], device: torch.device) -> float:
+    synchronize(device)
     start = time.perf_counter()
-    model(images)
-    synchronize(images.device)
+    call()
+    synchronize(device)
     return time.perf_counter() - start
 
 
@@ -219,12 +260,11 @@ def _breakdown(model: nn.Module, images: Tensor, runs: int) -> dict[str, Measure
     """Return the time of one batch by kind of layer; what no kind claims is ``other``."""
     kinds = _kinds(model)
     rows: list[dict[str, float]] = []
-    with evaluating(model):
-        for _ in range(runs):
-            spent = dict.fromkeys(kinds.values(), 0.0)
-            with _timed(model, kinds, spent, images.device):
-                total = _time_once(model, images)
-            rows.append({**spent, "other": max(total - sum(spent.values()), 0.0)})
+    for _ in range(runs):
+        spent = dict.fromkeys(kinds.values(), 0.0)
+        with _timed(model, kinds, spent, images.device):
+            total = _time_once(partial(model, images), images.device)
+        rows.append({**spent, "other": max(total - sum(spent.values()), 0.0)})
     return {kind: _measurement(kind, np.array([1e3 * r[kind] for r in rows]), "ms", images) for kind in rows[0]}
 
 
