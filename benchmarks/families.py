@@ -3,15 +3,15 @@
     python benchmarks/families.py --out docs/families.md [--only MODULE ...] [--redo]
 
 Of every module of timm the model with the fewest parameters is taken, a few telling ones besides (``TELLING``), and a
-list of HuggingFace classes (``HUGGINGFACE``), all with random weights. Each row goes to benchmarks/results/families.json
-as soon as it is known, and a second run only adds what is missing.
+list of HuggingFace classes (``HUGGINGFACE``), all with random weights. Each row is written to ``RESULTS`` as soon as it
+is known; a second run with the same versions only adds what is missing.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import logging
+import os
 import re
 import warnings
 from collections import Counter
@@ -23,6 +23,7 @@ from typing import Any
 
 import hetdpt  # before timm: cures torchvision where its operators do not load
 
+# isort: split
 import timm
 import torch
 from torch import Tensor, nn
@@ -39,6 +40,7 @@ from hetdpt.surgery import record_of
 Size = tuple[int, int, int]
 
 RESULTS = Path("benchmarks/results/families.json")
+HF = "HuggingFace"
 BATCH = 2
 LIGHT_PARAMS, LIGHT_SIDE = 100e6, 300  # beyond these a model is cut down, or only surveyed
 ROUNDING = 2e-5  # merged against pruned, as in tests/test_contract.py
@@ -107,10 +109,8 @@ TELLING: dict[str, dict[str, str]] = {
 }
 """Beside the smallest model of a module, those that say more of it, and what they show."""
 
-_VIT = {
-    **{"hidden_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 96},
-    **{"image_size": 64, "patch_size": 16},
-}
+_LAYERS = {"hidden_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 96}
+_VIT = {**_LAYERS, "image_size": 64, "patch_size": 16}
 _DINO = {**_VIT, "mlp_ratio": 2}
 _SWIN = {"image_size": 64, "patch_size": 4, "embed_dim": 24, "depths": [2, 2], "num_heads": [2, 4], "window_size": 4}
 
@@ -146,6 +146,19 @@ HUGGINGFACE: list[tuple[str, str, dict[str, Any]]] = [
 """Class, what it shows, and its configuration."""
 
 
+LOOKED_FOR = "looked for Linear - activation - Linear or a gated FFN"  # how the refusal of one FFN begins
+SENTENCE = "looked for residual branches around attention and around Linear - activation - Linear"  # of a whole model
+
+COLUMNS = """*attention* and *activation* count the sites that can be removed; a gated FFN (SwiGLU) can only go as a
+whole. *contract* says what happened when every second site of each kind was removed from a model with random values in
+all parameters: it held if open gates and the restored model equal the dense one bit for bit, the gated model equals the
+pruned one bit for bit, the merged one equals it up to rounding, and pruned and dense differ. *merged* (against pruned)
+and *pruned* (against dense) are the largest difference over the largest output, – where nothing was there to be merged,
+and *not offered* counts what was seen but left alone, and why."""
+HF_NOTE = "Built from small configurations (see the list in `benchmarks/families.py`), not from checkpoints."
+REFUSED_NOTE = f"""Models with attention that offer no site. hetdpt {SENTENCE}; what it found instead:"""
+
+
 @dataclass(frozen=True)
 class Case:
     """A model to try, on images of ``size``; ``None`` until :func:`prepared` has found one."""
@@ -154,6 +167,10 @@ class Case:
     note: str
     base: Base
     size: Size | None = None
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        return self.family, self.base.name, self.note
 
 
 @dataclass(frozen=True)
@@ -182,6 +199,10 @@ class Row:
     why: str = ""
     not_offered: dict[str, int] = field(default_factory=dict)
 
+    @property
+    def key(self) -> tuple[str, str, str]:
+        return self.family, self.base.name, self.note
+
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Row:
         return cls(**{**values, "base": Base.from_dict(values["base"])})
@@ -206,7 +227,7 @@ def cases(smallest_of: dict[str, str]) -> Iterator[Case]:
         for model, note in {name: "", **telling}.items():
             yield Case(module, note, Base("timm", model))
     for name, note, config in HUGGINGFACE:
-        yield Case("HuggingFace", note, Base("transformers", name, {**config, "num_labels": 100}))
+        yield Case(HF, note, Base("transformers", name, {**config, "num_labels": 100}))
 
 
 def prepared(case: Case) -> tuple[Case, nn.Module]:
@@ -216,7 +237,7 @@ def prepared(case: Case) -> tuple[Case, nn.Module]:
     if is_light(model, size):
         return replace(case, size=size), model
     for side in (224, 192):
-        for changes in ({"img_size": side, "depth": 3}, {"img_size": side}, {"depth": 3}, {}):
+        for changes in ({}, {"img_size": side}, {"depth": 3}, {"img_size": side, "depth": 3}):
             smaller = replace(case, base=replace(case.base, arguments=changes), size=(3, side, side))
             if found := accepted(smaller):
                 return smaller, found
@@ -250,25 +271,28 @@ def tried(case: Case) -> Row:
     row = Row(case.family, case.note, case.base, "failed")
     try:
         case, model = prepared(case)
-        assert case.size is not None
-        reading = Reading(model, trace(model, case.size))
-        row = replace(row, base=case.base, size=case.size, has_attention=has_attention(reading))
+        row = replace(row, base=case.base, size=case.size)
         return examined(row, model)
     except HetDPTError as error:
-        is_empty = str(error).count("found neither") and not row.has_attention
-        return replace(row, outcome="nothing" if is_empty else "refused", why=str(error))
+        return replace(row, outcome="refused", why=str(error))
     except Exception as error:  # any library may raise anything: a finding, and no reason to stop
         return replace(row, why=f"{type(error).__name__}: {error}".splitlines()[0])
 
 
-def has_attention(reading: Reading) -> bool:
+def has_attention(model: nn.Module, size: Size) -> bool:
+    reading = Reading(model, trace(model, size))
     return any(reading.is_product(node.index) for node in reading.nodes)
 
 
 def examined(row: Row, empty: nn.Module) -> Row:
     """Return the row with the sites of a model and, if it is light enough to run, the checks of the contract."""
     assert row.size is not None
-    found = survey(empty, row.size)
+    row = replace(row, has_attention=has_attention(empty, row.size))
+    try:
+        found = survey(empty, row.size)
+    except ModelError as error:
+        is_empty = "found neither" in str(error)
+        return replace(row, outcome="nothing" if is_empty else "refused", why=str(error))
     row = replace(
         row,
         blocks=found.anatomy.blocks,
@@ -284,9 +308,10 @@ def examined(row: Row, empty: nn.Module) -> Row:
         checks, merged, changed = contract(model, row.size, half(found))
     except HetDPTError as error:
         return replace(row, why=f"{type(error).__name__}: {error}")
-    return replace(
-        row, outcome="held" if all(checks.values()) else "failed", checks=checks, merged=merged, changed=changed
-    )
+    record = record_of(model)
+    assert record is not None
+    outcome = "held" if all(checks.values()) else "failed"
+    return replace(row, outcome=outcome, checks=checks, folded=len(record.merged), merged=merged, changed=changed)
 
 
 def half(found: Survey) -> hetdpt.Plan:
@@ -346,4 +371,172 @@ def reason(refusal: str) -> str:
     where, _, why = refusal.partition(": ")
     if " turns " in why:
         why = "a module of the branch changes the shape"
-    return f"{where.split()[0]}: {why}"
+    return f"{where.split()[0]}: {why.removeprefix(f'{LOOKED_FOR}, ')}"
+
+
+@dataclass
+class Book:
+    """The rows known so far, and the file they are kept in."""
+
+    path: Path
+    date: str = field(default_factory=lambda: date.today().isoformat())
+    versions: dict[str, str] = field(default_factory=versions)
+    smallest: dict[str, str] = field(default_factory=dict)
+    rows: list[Row] = field(default_factory=list)
+
+    @classmethod
+    def open(cls, path: Path) -> Book:
+        """Return the book in a file; an empty one if there is none or it was written with other versions."""
+        values = json.loads(path.read_text()) if path.exists() else {}
+        if values.get("versions") != versions():
+            return cls(path)
+        return cls(path, smallest=values["smallest"], rows=[Row.from_dict(row) for row in values["rows"]])
+
+    def find(self, case: Case) -> Row | None:
+        return next((row for row in self.rows if row.key == case.key), None)
+
+    def put(self, row: Row) -> None:
+        self.rows = [*(other for other in self.rows if other.key != row.key), row]
+        self.write()
+
+    def write(self) -> None:
+        values = {key: value for key, value in asdict(self).items() if key != "path"}
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.write_text(json.dumps(values, indent=1) + "\n")
+
+
+def fill(book: Book, only: list[str], redo: bool) -> None:
+    """Try what the book lacks, of the families in ``only`` or of all."""
+    for module in timm.list_modules():
+        if module not in book.smallest and (not only or module in only):
+            book.smallest[module] = smallest(module)
+            print(f"{module}: smallest is {book.smallest[module]}", flush=True)
+            book.write()
+    for case in cases(book.smallest):
+        is_wanted = not only or case.family in only
+        if is_wanted and (redo or book.find(case) is None):
+            book.put(row := tried(case))
+            print(f"{case.family} {case.base.name}: {row.outcome}", flush=True)
+
+
+def page(book: Book) -> str:
+    """Return docs/families.md."""
+    rows = [row for case in cases(book.smallest) if (row := book.find(case))]
+    timm_rows = [row for row in rows if row.base.library == "timm"]
+    hf_rows = [row for row in rows if row.base.library == "transformers"]
+    parts = [
+        *("# Families", opening(book, rows), COLUMNS),
+        *("## timm", table(timm_rows), "## HuggingFace", HF_NOTE, table(hf_rows)),
+        *("## Refused", refused(rows), "## Nothing to remove", nothing(rows)),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def opening(book: Book, rows: list[Row]) -> str:
+    timm_rows = [row for row in rows if row.base.library == "timm"]
+    passing = families_of(timm_rows, "held") - families_of(timm_rows, "failed")
+    with_attention = families_of([row for row in timm_rows if row.attention], "held") & passing
+    hf_rows = [row for row in rows if row.base.library == "transformers"]
+    held = [row for row in hf_rows if row.outcome == "held"]
+    failed = [f"`{row.base.name}`" for row in rows if row.outcome == "failed"]
+    surveyed = [f"`{row.base.name}`" for row in rows if row.outcome == "surveyed"]
+    refused_whole = families_of(timm_rows, "refused") - passing
+    version = ", ".join(f"{package} {number}" for package, number in book.versions.items())
+    return (
+        f"The contract holds in {len(passing)} module families of timm, {len(with_attention)} of them with removable "
+        f"attention, and in {len(held)} of {len(hf_rows)} HuggingFace models. It failed in {listed(failed)}; "
+        f"too large to run, and so only surveyed: {listed(surveyed)}; transformer families of timm refused "
+        f"altogether: {listed(sorted(refused_whole))}.\n\n"
+        f"Generated by `python benchmarks/families.py --out docs/families.md` on {book.date} ({version}; CPU, float32, "
+        f"batch {BATCH}), from `{RESULTS}`. Do not edit."
+    )
+
+
+def families_of(rows: Iterable[Row], outcome: str) -> set[str]:
+    return {row.family for row in rows if row.outcome == outcome}
+
+
+def listed(names: Iterable[str]) -> str:
+    return ", ".join(names) or "none"
+
+
+def table(rows: list[Row]) -> str:
+    """Return the models that offer sites, one line each."""
+    head = ["family", "model", "images", "blocks", "attention", "activation", "contract", "merged", "pruned"]
+    lines = [cells([*head, "not offered"]), cells(["---", "---", *["--:"] * 4, "---", "--:", "--:", "---"])]
+    lines += [line(row) for row in rows if row.blocks]
+    return "\n".join(lines)
+
+
+def cells(texts: list[str]) -> str:
+    return f"| {' | '.join(texts)} |"
+
+
+def line(row: Row) -> str:
+    assert row.size is not None
+    gated = f" ({row.gated} gated)" if row.gated else ""
+    merged = f"{row.merged:.0e}" if row.folded else "–"
+    changed = "–" if row.changed is None else f"{row.changed:.1g}"
+    left = "; ".join(f"{count} {why}" for why, count in row.not_offered.items())
+    numbers = [str(row.size[1]), str(row.blocks), str(row.attention), f"{row.activation}{gated}"]
+    return cells([row.family, model_cell(row), *numbers, verdict(row), merged, changed, shortened(left)])
+
+
+def model_cell(row: Row) -> str:
+    """Return the name of the model, what it shows, and how it was cut down."""
+    cuts = row.base.arguments if row.base.library == "timm" else {}
+    remarks = [row.note, *(f"{key}={value}" for key, value in cuts.items())]
+    remark = ", ".join(filter(None, remarks))
+    return f"`{row.base.name}`" + (f" ({remark})" if remark else "")
+
+
+def verdict(row: Row) -> str:
+    broken = [name for name, is_kept in row.checks.items() if not is_kept]
+    if row.outcome == "failed":
+        return f"**failed**: {shortened(row.why or ', '.join(broken))}"
+    return {"held": "held", "surveyed": "surveyed only"}[row.outcome]
+
+
+def refused(rows: list[Row]) -> str:
+    """Return the models with attention that offer no site, or were not read at all, with what was found."""
+    lines = [REFUSED_NOTE, "", cells(["family", "model", "found"]), cells(["---"] * 3)]
+    for row in rows:
+        if not row.blocks and row.outcome != "nothing":
+            _, _, found = row.why.partition(f"{SENTENCE}, found ")
+            lines.append(cells([row.family, model_cell(row), shortened(found.partition("; give a")[0] or row.why)]))
+    return "\n".join(lines)
+
+
+def shortened(text: str, length: int = 200) -> str:
+    return text if len(text) <= length else text[:length].rpartition(" ")[0] + " …"
+
+
+def nothing(rows: list[Row]) -> str:
+    """Return a sentence that lists the families in which no model has attention or FFNs, and such models of others."""
+    barren = [row for row in rows if row.outcome == "nothing"]
+    others = {row.family for row in rows} - {row.family for row in rows if row.outcome != "nothing"}
+    families = sorted({row.family for row in barren} & others)
+    models = [f"`{row.base.name}` of {row.family}" for row in barren if row.family not in others]
+    return (
+        f"Convolutional families, in whose models neither attention nor an FFN in a residual branch was found: "
+        f"{listed(families)}. The same holds for {listed(models)}."
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("docs/families.md"))
+    parser.add_argument("--only", nargs="+", default=[], metavar="MODULE", help="modules of timm, or HuggingFace")
+    parser.add_argument("--redo", action="store_true", help="also try again what is known")
+    options = parser.parse_args()
+    if unknown := sorted({*options.only} - {*timm.list_modules(), HF}):
+        parser.error(f"--only takes modules of timm or HuggingFace, not {', '.join(unknown)}")
+    warnings.simplefilter("ignore")  # the libraries' own, on models nobody trains here
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    book = Book.open(RESULTS)
+    fill(book, options.only, options.redo)
+    options.out.write_text(page(book))
+
+
+if __name__ == "__main__":
+    main()

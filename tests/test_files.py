@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -28,13 +29,13 @@ def names(directory: Path) -> list[str]:
 
 
 def write(target: Path, overwrite: bool = False, text: str = "new") -> None:
-    with new_directory(target, overwrite) as scratch:
+    with new_directory(target, "a", overwrite) as scratch:
         (scratch / "a").write_text(text)
         assert not (target / "a").exists() or (target / "a").read_text() != text
 
 
 def write_half(target: Path, failure: type[BaseException], overwrite: bool = False) -> None:
-    with new_directory(target, overwrite) as scratch:
+    with new_directory(target, "a", overwrite) as scratch:
         (scratch / "a").write_text("half")
         raise failure
 
@@ -67,6 +68,36 @@ def test_a_failure_leaves_what_was_to_be_overwritten(tmp_path: Path) -> None:
         write_half(target, RuntimeError, overwrite=True)
     assert names(tmp_path) == ["old"]
     assert (target / "a").read_text() == "old"
+
+
+def test_a_directory_that_is_not_ours_is_not_overwritten(tmp_path: Path) -> None:
+    target = tmp_path / "photos"
+    target.mkdir()
+    (target / "cat.jpg").write_text("irreplaceable")
+    with refused(f"{target} is not overwritten, because it holds no a and so is not ours; remove it yourself"):
+        write(target, overwrite=True)
+    assert (target / "cat.jpg").read_text() == "irreplaceable"
+
+
+def test_where_the_new_one_cannot_be_put_the_old_one_comes_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "old"
+    write(target, text="old")
+    move = os.replace
+    calls: list[str] = []
+
+    def fail_the_second_time(source: Path, destination: Path) -> None:
+        calls.append(str(source))
+        if len(calls) == 2:
+            raise OSError("no space left on device")
+        move(source, destination)
+
+    monkeypatch.setattr(os, "replace", fail_the_second_time)
+    with pytest.raises(OSError, match="no space"):
+        write(target, overwrite=True)
+    assert (target / "a").read_text() == "old"
+    assert names(tmp_path) == ["old"]
 
 
 def test_an_existing_directory_is_refused_and_left_alone(tmp_path: Path) -> None:

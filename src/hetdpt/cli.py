@@ -51,7 +51,7 @@ def main() -> None:
     """Run the command line; a foreseeable failure is one sentence on stderr and exit code 2."""
     try:
         app()
-    except HetDPTError as error:
+    except (HetDPTError, OSError) as error:
         typer.echo(f"error: {error}", err=True)
         sys.exit(2)
 
@@ -165,13 +165,13 @@ def apply(
     """Remove the layers of a plan, merge what became linear, and save the smaller model."""
     from hetdpt.adapters.models import HF_PREFIX
     from hetdpt.adapters.trace import clone
-    from hetdpt.export.saved import open_model, save
+    from hetdpt.export.saved import RECIPE, open_model, save
     from hetdpt.files import require_new
     from hetdpt.measurement.agreement import relative_difference
     from hetdpt.measurement.costs import Costs
     from hetdpt.surgery import merge_, prune_, survey_of
 
-    require_new(out, overwrite)
+    require_new(out, overwrite, RECIPE)
     chosen = _read_plan(plan)
     dense = open_model(model, weights=weights, pretrained=pretrained, num_classes=num_classes, img_size=img_size)
     size = survey_of(dense).input_size

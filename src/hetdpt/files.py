@@ -15,19 +15,29 @@ from typing import Any
 from hetdpt.errors import FileError
 
 
-def require_new(target: Path, overwrite: bool = False) -> None:
-    """Raise ``FileError`` if writing ``target`` would replace something; an empty directory is nothing."""
+def require_new(target: Path, overwrite: bool = False, marker: str | None = None) -> None:
+    """Raise ``FileError`` if writing ``target`` would replace something; an empty directory is nothing.
+
+    ``overwrite`` allows it, but of directories only those that hold the file ``marker``: ours.
+    """
     if file := next((parent for parent in target.parents if parent.is_file()), None):
         raise FileError(f"{target} cannot be written, because {file} is a file and no directory; give another place")
     is_taken = target.exists() and (not target.is_dir() or any(target.iterdir()))
     if is_taken and not overwrite:
         raise FileError(f"{target} exists already; give another place, or overwrite it on purpose")
+    if is_taken and marker is not None and not (target / marker).is_file():
+        raise FileError(
+            f"{target} is not overwritten, because it holds no {marker} and so is not ours; remove it yourself"
+        )
 
 
 @contextmanager
-def new_directory(target: Path, overwrite: bool = False) -> Iterator[Path]:
-    """Give a scratch directory that becomes ``target`` when the block ends, all at once or not at all."""
-    require_new(target, overwrite)
+def new_directory(target: Path, marker: str, overwrite: bool = False) -> Iterator[Path]:
+    """Give a scratch directory that becomes ``target`` when the block ends, all at once or not at all.
+
+    ``overwrite`` replaces an earlier one, known by the file ``marker`` in it.
+    """
+    require_new(target, overwrite, marker)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
@@ -36,12 +46,23 @@ def new_directory(target: Path, overwrite: bool = False) -> Iterator[Path]:
     try:
         scratch.chmod(0o777 & ~_umask())
         yield scratch
-        with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as aside:
-            if target.exists():
-                os.replace(target, Path(aside) / "old")
-            os.replace(scratch, target)
+        _swap(scratch, target)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _swap(scratch: Path, target: Path) -> None:
+    """Put ``scratch`` in the place of ``target``; where that fails the old one comes back."""
+    aside = scratch.with_name(f"{scratch.name}.old")
+    if target.exists():
+        os.replace(target, aside)
+    try:
+        os.replace(scratch, target)
+    except OSError:
+        if aside.exists():
+            os.replace(aside, target)
+        raise
+    shutil.rmtree(aside, ignore_errors=True)
 
 
 def _umask() -> int:

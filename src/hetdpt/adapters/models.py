@@ -5,14 +5,14 @@ from __future__ import annotations
 import difflib
 import json
 import pickle
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-from torch import nn
+from torch import Tensor, nn
 
 from hetdpt.errors import FileError, HetDPTError, ModelError
 
@@ -86,7 +86,7 @@ def build(base: Base, *, pretrained: bool = False, is_empty: bool = False) -> nn
     except Exception as error:  # whatever a constructor raises on arguments it does not take
         if is_empty:  # or one that computes with its parameters, which needs real ones
             return build(base)
-        raise ModelError(f"{base.name} cannot be built with {base.arguments}: {_first_line(error)}") from error
+        raise ModelError(f"{base.name} cannot be built with {base.arguments}: {first_line(error)}") from error
     vars(model)[BASE] = base
     return model.eval()
 
@@ -123,7 +123,10 @@ def input_size_of(model: nn.Module) -> tuple[int, int, int]:
     if isinstance(asked, int):
         height = width = asked
     if height is None or width is None:
-        raise ModelError(f"{type(model).__name__} does not say its image size; pass input_size=(3, height, width)")
+        raise ModelError(
+            f"{type(model).__name__} does not say its image size, as a vision model would; "
+            "from Python, pass input_size=(3, height, width)"
+        )
     return channels, height, width
 
 
@@ -134,9 +137,17 @@ def load_weights(model: nn.Module, path: Path) -> nn.Module:
     if not path.is_file():
         raise FileError(f"the checkpoint {path} does not exist; give a .safetensors or .pth file")
     try:
-        state = load_state_dict(str(path), weights_only=True)
-    except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
-        raise FileError(f"the checkpoint {path} cannot be read: {_first_line(error)}") from None
+        with warnings.catch_warnings(action="ignore"):  # torch's, on a pickle it goes on to refuse
+            state = load_state_dict(str(path), weights_only=True)
+    except Exception as error:  # what torch and timm raise on a file that is no checkpoint is of many classes
+        why = first_line(error)
+        if isinstance(error.__cause__ or error, pickle.UnpicklingError):
+            why = "it holds other objects than tensors, which could run code"
+        elif isinstance(error, KeyError | AttributeError | TypeError):
+            why = "it is no dictionary of tensors"
+        raise FileError(f"the checkpoint {path} cannot be read: {why}; give a whole file with a state dict") from None
+    if not all(isinstance(value, Tensor) for value in state.values()):
+        raise FileError(f"the checkpoint {path} holds other things than tensors by name; save its state_dict alone")
     check_fit(model.state_dict(), state, str(path))
     model.load_state_dict(state)
     return model
@@ -261,7 +272,30 @@ def _create_hf(name: str, pretrained: bool, num_classes: int | None, img_size: i
     if not (pretrained or Path(name).is_dir()):
         return base, build(base)
     model_class = getattr(transformers, base.name)
-    return base, model_class.from_pretrained(name, config=config)
+    given = {"num_classes": num_classes, "img_size": img_size}
+    sizes = ", ".join(f"{key}={value}" for key, value in given.items() if value is not None)
+    try:
+        with _silent(transformers):
+            return base, model_class.from_pretrained(name, config=config)
+    except Exception as error:  # missing, damaged or of other shapes; transformers and safetensors have many classes
+        if sizes:
+            raise ModelError(f"the weights of hf:{name} do not fit {sizes}; leave out what was changed") from None
+        raise ModelError(f"hf:{name} cannot be loaded: {first_line(error)}") from None
+
+
+@contextmanager
+def _silent(transformers: Any) -> Iterator[None]:
+    """Keep the reports and progress bars of transformers off the terminal."""
+    logging = transformers.utils.logging
+    level, has_bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity(logging.CRITICAL)
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if has_bar:
+            logging.enable_progress_bar()
 
 
 def _hf_config(transformers: Any, name: str, changes: dict[str, Any]) -> Any:
@@ -275,7 +309,7 @@ def _hf_config(transformers: Any, name: str, changes: dict[str, Any]) -> Any:
             hint = f" (did you mean hf:{near[0]}?)" if near else ""
             raise ModelError(
                 f"hf:{name} is neither a directory with a config.json, nor a model type{hint}, nor to be had from "
-                f"the hub: {_first_line(error)}"
+                f"the hub: {first_line(error)}"
             ) from None
     return getattr(config, "vision_config", config)  # of CLIP and SigLIP, the vision tower
 
@@ -299,7 +333,8 @@ def _check_divisible(model: nn.Module, img_size: int) -> None:
     side = patch[0] if isinstance(patch, tuple | list) else patch
     if isinstance(side, int) and img_size % side:
         low = img_size // side * side
-        raise ModelError(f"image size {img_size} is not a multiple of the patch size {side}; use {low} or {low + side}")
+        near = f"{low} or {low + side}" if low else f"{side}"
+        raise ModelError(f"image size {img_size} is not a multiple of the patch size {side}; use {near}")
 
 
 def _plain(values: dict[str, Any]) -> dict[str, Any]:
@@ -308,6 +343,6 @@ def _plain(values: dict[str, Any]) -> dict[str, Any]:
     return plain
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__

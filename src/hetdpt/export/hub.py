@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from hetdpt.adapters.models import load_timm_weights, register_with_timm
+from hetdpt.adapters.models import first_line, load_timm_weights, register_with_timm
 from hetdpt.errors import FileError
 from hetdpt.export.saved import RECIPE, Recipe, load
 
@@ -33,6 +33,9 @@ def push_to_hub(directory: str | Path, repo_id: str, *, private: bool = False, t
         raise FileError(f"{directory} holds no {RECIPE}; save the model with hetdpt.save first")
     load(directory)  # what is damaged is not shared
     api = HfApi(token=token, library_name="hetdpt")
-    repo = api.create_repo(repo_id, private=private, exist_ok=True)
-    commit = api.upload_folder(repo_id=repo.repo_id, folder_path=str(directory), commit_message="Add model")
+    try:
+        repo = api.create_repo(repo_id, private=private, exist_ok=True)
+        commit = api.upload_folder(repo_id=repo.repo_id, folder_path=str(directory), commit_message="Add model")
+    except Exception as error:  # of the name, the token, the network or the hub; each has its own class
+        raise FileError(f"{directory} was not pushed to {repo_id}: {first_line(error)}") from error
     return str(commit.commit_url)

@@ -83,7 +83,7 @@ def save(model: nn.Module, directory: str | Path, *, base: Base | None = None, o
         raise ModelError("this model has gates on its layers; call restore_(model) before saving it")
     recipe = Recipe.of(model, base)
     _require_same(model, recipe)
-    with new_directory(target, overwrite) as scratch:
+    with new_directory(target, RECIPE, overwrite) as scratch:
         save_file(_storable(model.state_dict()), scratch / WEIGHTS)
         values = {
             "format": FORMAT,
