@@ -227,6 +227,7 @@ def test_apply_saves_what_prune_and_merge_make(run: Run, plan: Path, weights: Pa
 def test_apply_as_json_overwrites_on_purpose(run: Run, plan: Path, tmp_path: Path) -> None:
     out = tmp_path / "pruned"
     out.mkdir()
+    (out / "hetdpt.json").write_text("")  # ours, of an earlier time
     (out / "mine").write_text("")
     values = run("apply", VIT, "--plan", plan, "--out", out, "--img-size", 32, "--overwrite", "--json").values
     assert set(values) == {"directory", "costs", "merge_difference"}

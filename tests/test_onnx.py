@@ -14,6 +14,7 @@ from hetdpt.errors import FileError, ModelError
 from hetdpt.plan import Plan
 
 PARITY = 1e-4  # of the largest output: two runtimes sum float32 in different orders
+REFUSED = "gemma4_vit_167m"  # its control flow looks at values
 QUICK = ["vit_tiny_patch16_224", "swin_tiny_patch4_window7_224", "hf ViTForImageClassification"]
 
 
@@ -35,9 +36,17 @@ def test_parity(label: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", [f for f in FAMILIES if f.label not in QUICK], ids=by_label)
+@pytest.mark.parametrize("family", [f for f in FAMILIES if f.label not in (*QUICK, REFUSED)], ids=by_label)
 def test_parity_of_every_family(family: Family, tmp_path: Path) -> None:
     assert export(family, tmp_path / "model.onnx").relative_difference < PARITY
+
+
+def test_what_torch_cannot_export_is_refused_in_a_sentence(tmp_path: Path) -> None:
+    with pytest.raises(
+        ModelError, match="Gemma4VitClassifier cannot be exported to ONNX by this torch: Could not guard"
+    ):
+        export(named(REFUSED), tmp_path / "model.onnx")
+    assert not list(tmp_path.iterdir())
 
 
 def test_existing_files_and_gates_are_refused(model: nn.Module, tmp_path: Path) -> None:

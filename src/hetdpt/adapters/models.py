@@ -180,6 +180,17 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = mode
 
 
+def unfuse_(model: nn.Module) -> nn.Module:
+    """Make attention run as two products and a softmax instead of one fused operator; the function stays the same."""
+    for module in model.modules():
+        if vars(module).get("fused_attn"):  # timm
+            vars(module)["fused_attn"] = False
+        config = vars(module).get("config")
+        if getattr(config, "_attn_implementation", None) == "sdpa":  # transformers
+            config._attn_implementation = "eager"
+    return model
+
+
 def timm_config(model: nn.Module, recipe: dict[str, Any]) -> str:
     """Return the ``config.json`` with which timm builds a saved model through the entry point ``hetdpt``."""
     shown = ("input_size", "interpolation", "crop_pct", "crop_mode", "mean", "std", "num_classes")
@@ -343,6 +354,6 @@ def _plain(values: dict[str, Any]) -> dict[str, Any]:
     return plain
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__

@@ -10,7 +10,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from hetdpt.adapters.models import evaluating, input_size_of
+from hetdpt.adapters.models import evaluating, first_line, input_size_of, unfuse_
+from hetdpt.adapters.trace import clone
 from hetdpt.errors import ModelError
 from hetdpt.files import require_new
 from hetdpt.measurement.agreement import outputs_of
@@ -64,7 +65,7 @@ def export_onnx(
     images = torch.randn(2, *size, generator=torch.Generator().manual_seed(0)).to(weight)
     try:
         with evaluating(model):
-            _export(model, images, scratch)
+            _export(unfuse_(clone(model)), images, scratch)
             largest, relative = _difference(model, images, scratch)
         if not relative <= tolerance:
             raise ModelError(
@@ -83,16 +84,19 @@ def _export(model: nn.Module, images: Tensor, path: Path) -> None:
     except ImportError:
         raise ModelError("export to ONNX needs onnx, onnxscript and onnxruntime; install hetdpt[export]") from None
     batch = torch.export.Dim("batch")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the exporter's own deprecations
-        program = torch.onnx.export(
-            _Tensors(model).eval(),
-            (images,),
-            dynamo=True,
-            dynamic_shapes=({0: batch},),
-            input_names=["images"],
-            verbose=False,
-        )
+    with warnings.catch_warnings(action="ignore"):  # the exporter's own deprecations
+        try:
+            program = torch.onnx.export(
+                _Tensors(model).eval(),
+                (images,),
+                dynamo=True,
+                dynamic_shapes=({0: batch},),
+                input_names=["images"],
+                verbose=False,
+            )
+        except torch.onnx.OnnxExporterError as error:
+            cause = first_line(error.__cause__ or error)
+            raise ModelError(f"{type(model).__name__} cannot be exported to ONNX by this torch: {cause}") from error
         assert program is not None
         program.save(path, external_data=False)
 
