@@ -185,7 +185,7 @@ def unfuse_(model: nn.Module) -> nn.Module:
     for module in model.modules():
         if vars(module).get("fused_attn"):  # timm
             vars(module)["fused_attn"] = False
-        config = vars(module).get("config")
+        config: Any = vars(module).get("config")
         if getattr(config, "_attn_implementation", None) == "sdpa":  # transformers
             config._attn_implementation = "eager"
     return model
