@@ -286,10 +286,11 @@ def has_attention(model: nn.Module, size: Size) -> bool:
 
 def examined(row: Row, empty: nn.Module) -> Row:
     """Return the row with the sites of a model and, if it is light enough to run, the checks of the contract."""
-    assert row.size is not None
-    row = replace(row, has_attention=has_attention(empty, row.size))
+    size = row.size
+    assert size is not None
+    row = replace(row, has_attention=has_attention(empty, size))
     try:
-        found = survey(empty, row.size)
+        found = survey(empty, size)
     except ModelError as error:
         is_empty = "found neither" in str(error)
         return replace(row, outcome="nothing" if is_empty else "refused", why=str(error))
@@ -301,11 +302,11 @@ def examined(row: Row, empty: nn.Module) -> Row:
         gated=sum(handle.site.is_gated for handle in found.handles),
         not_offered=dict(Counter(map(reason, found.refusals))),
     )
-    if not is_light(empty, row.size):
+    if not is_light(empty, size):
         return replace(row, outcome="surveyed")
     model = randomise_(build(row.base), torch.Generator().manual_seed(0))
     try:
-        checks, merged, changed = contract(model, row.size, half(found))
+        checks, merged, changed = contract(model, size, half(found))
     except HetDPTError as error:
         return replace(row, why=f"{type(error).__name__}: {error}")
     record = record_of(model)

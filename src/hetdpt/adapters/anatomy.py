@@ -67,7 +67,8 @@ def survey(model: nn.Module, input_size: tuple[int, int, int]) -> Survey:
     refusals: list[str] = []
     numbering = Numbering()
     width = 0
-    for branch, kind in _elementary(reading):
+    branches = _elementary(reading)
+    for branch, kind in branches:
         block = numbering.block_of(branch.owner, kind)
         try:
             handle = _attention(reading, branch, block) if kind == "attention" else _activation(reading, branch, block)
@@ -76,7 +77,7 @@ def survey(model: nn.Module, input_size: tuple[int, int, int]) -> Survey:
         else:
             handles.append(handle)
             width = reading.modules[handle.ffn.first].weight.shape[1] if handle.ffn else branch.out.shape[-1]
-    refusals += _stray_attention(reading)
+    refusals += _stray_attention(reading, branches)
     if not handles:
         raise ModelError(_nothing_found(model, refusals))
     offered = [tuple(h.site.block for h in handles if h.site.kind == kind) for kind in ("attention", "activation")]
@@ -126,9 +127,9 @@ def _elementary(reading: Reading) -> list[tuple[Branch, Kind]]:
     return sorted(found, key=lambda pair: pair[0].out.index)
 
 
-def _stray_attention(reading: Reading) -> list[str]:
+def _stray_attention(reading: Reading, branches: list[tuple[Branch, Kind]]) -> list[str]:
     """Return a sentence for each module whose attention is in no residual branch of its own."""
-    branched = {i for branch, kind in _elementary(reading) if kind == "attention" for i in branch.interior}
+    branched = {i for branch, kind in branches if kind == "attention" for i in branch.interior}
     products = [node for node in reading.nodes if reading.is_product(node.index) and node.index not in branched]
     owners = dict.fromkeys(node.owner or "the model" for node in products)
     return [f"attention in {owner}: not in a residual branch of its own that keeps the shape" for owner in owners]

@@ -13,7 +13,7 @@ MULTIPLICATIONS = {"mul", "mul_"}
 # Operations that send zero to zero: all that may stand between a branch's last module and the residual sum.
 ZERO_TO_ZERO = MULTIPLICATIONS | {
     *("view", "_unsafe_view", "reshape", "permute", "transpose", "t", "roll", "slice", "clone", "expand", "squeeze"),
-    *("unsqueeze", "select", "constant_pad_nd", "index", "_to_copy", "alias", "detach", "cat"),
+    *("unsqueeze", "select", "constant_pad_nd", "index", "_to_copy", "alias", "detach"),
 }
 
 
