@@ -61,6 +61,7 @@ TELLING: dict[str, dict[str, str]] = {
     },
     "efficientvit_mit": {"efficientvit_l1": "larger kind"},
     "eva": {
+        "eva02_tiny_patch14_224": "SwiGLU",
         "eva_giant_patch14_224": "plain MLP",
         "eva02_base_patch14_224": "SwiGLU with a norm inside",
         "vit_small_patch16_dinov3": "DINOv3",
@@ -149,14 +150,15 @@ HUGGINGFACE: list[tuple[str, str, dict[str, Any]]] = [
 LOOKED_FOR = "looked for Linear - activation - Linear or a gated FFN"  # how the refusal of one FFN begins
 SENTENCE = "looked for residual branches around attention and around Linear - activation - Linear"  # of a whole model
 
-COLUMNS = """*attention* and *activation* count the sites that can be removed; a gated FFN (SwiGLU) can only go as a
-whole. *contract* says what happened when every second site of each kind was removed from a model with random values in
-all parameters: it held if open gates and the restored model equal the dense one bit for bit, the gated model equals the
-pruned one bit for bit, the merged one equals it up to rounding, and pruned and dense differ. *merged* (against pruned)
-and *pruned* (against dense) are the largest difference over the largest output, – where nothing was there to be merged,
-and *not offered* counts what was seen but left alone, and why."""
+COLUMNS = f"""*attention* and *activation* count the sites, layers that can be removed; a gated FFN (SwiGLU) only goes
+as a whole. The *contract* is tried with random values in all parameters and a plan that removes every second site of
+each kind: it *held* if open gates and the restored model are bit-equal to the dense one, gated is bit-equal to pruned,
+merged equals pruned up to rounding, and pruned differs from dense; these last two relative differences stand under
+*merged* (below {ROUNDING:.0e}; – if there was nothing to merge) and *pruned* (above {CHANGE:.0e}). *not offered* counts
+the attention and FFNs that were seen in the model and left alone, and says why."""
 HF_NOTE = "Built from small configurations (see the list in `benchmarks/families.py`), not from checkpoints."
-REFUSED_NOTE = f"""Models with attention that offer no site. hetdpt {SENTENCE}; what it found instead:"""
+REFUSED_NOTE = f"""Models with attention, or with linear layers in a residual branch, that offer no site. hetdpt
+{SENTENCE} (or a gated FFN); what it found instead:"""
 
 
 @dataclass(frozen=True)
@@ -203,6 +205,10 @@ class Row:
     def key(self) -> tuple[str, str, str]:
         return self.family, self.base.name, self.note
 
+    @property
+    def is_offering(self) -> bool:
+        return self.attention + self.activation > 0
+
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Row:
         return cls(**{**values, "base": Base.from_dict(values["base"])})
@@ -222,7 +228,7 @@ def parameters(model: nn.Module) -> int:
 
 
 def cases(smallest_of: dict[str, str]) -> Iterator[Case]:
-    for module, name in smallest_of.items():
+    for module, name in sorted(smallest_of.items()):
         telling = TELLING.get(module, {})
         for model, note in {name: "", **telling}.items():
             yield Case(module, note, Base("timm", model))
@@ -427,46 +433,48 @@ def page(book: Book) -> str:
     hf_rows = [row for row in rows if row.base.library == "transformers"]
     parts = [
         *("# Families", opening(book, rows), COLUMNS),
-        *("## timm", table(timm_rows), "## HuggingFace", HF_NOTE, table(hf_rows)),
+        *("## timm", table(timm_rows, "family: model"), "## HuggingFace", HF_NOTE, table(hf_rows, "class")),
         *("## Refused", refused(rows), "## Nothing to remove", nothing(rows)),
     ]
     return "\n\n".join(parts) + "\n"
 
 
 def opening(book: Book, rows: list[Row]) -> str:
+    """Return how many families pass, and how the page came about."""
     timm_rows = [row for row in rows if row.base.library == "timm"]
-    passing = families_of(timm_rows, "held") - families_of(timm_rows, "failed")
-    with_attention = families_of([row for row in timm_rows if row.attention], "held") & passing
-    hf_rows = [row for row in rows if row.base.library == "transformers"]
-    held = [row for row in hf_rows if row.outcome == "held"]
-    failed = [f"`{row.base.name}`" for row in rows if row.outcome == "failed"]
-    surveyed = [f"`{row.base.name}`" for row in rows if row.outcome == "surveyed"]
-    refused_whole = families_of(timm_rows, "refused") - passing
+    held = [row for row in timm_rows if row.outcome == "held"]
+    attending = families_of(row for row in timm_rows if row.has_attention)
+    broken = families_of(row for row in timm_rows if row.outcome == "failed")
+    passing = families_of(row for row in held if row.attention) - broken
+    others = families_of(held) - passing - broken
+    hf = [row for row in rows if row.base.library == "transformers"]
+    outcomes = {outcome: [row for row in rows if row.outcome == outcome] for outcome in ("failed", "surveyed")}
+    failed, surveyed = (listed(f"`{row.base.name}`" for row in found) for found in outcomes.values())
     version = ", ".join(f"{package} {number}" for package, number in book.versions.items())
     return (
-        f"The contract holds in {len(passing)} module families of timm, {len(with_attention)} of them with removable "
-        f"attention, and in {len(held)} of {len(hf_rows)} HuggingFace models. It failed in {listed(failed)}; "
-        f"too large to run, and so only surveyed: {listed(surveyed)}; transformer families of timm refused "
-        f"altogether: {listed(sorted(refused_whole))}.\n\n"
+        f"Of the {len(attending)} families (modules) of timm with attention, {len(passing)} have attention that can be "
+        f"removed and keep the contract; {listed(sorted(attending - passing))} have none. {len(others)} more offer "
+        f"activations only: {listed(sorted(others))}. Of {len(hf)} HuggingFace models, "
+        f"{sum(row.outcome == 'held' for row in hf)} keep it. Contract broken: {failed}. Too large to run and only "
+        f"surveyed: {surveyed}.\n\n"
         f"Generated by `python benchmarks/families.py --out docs/families.md` on {book.date} ({version}; CPU, float32, "
         f"batch {BATCH}), from `{RESULTS}`. Do not edit."
     )
 
 
-def families_of(rows: Iterable[Row], outcome: str) -> set[str]:
-    return {row.family for row in rows if row.outcome == outcome}
+def families_of(rows: Iterable[Row]) -> set[str]:
+    return {row.family for row in rows}
 
 
 def listed(names: Iterable[str]) -> str:
     return ", ".join(names) or "none"
 
 
-def table(rows: list[Row]) -> str:
+def table(rows: list[Row], first: str) -> str:
     """Return the models that offer sites, one line each."""
-    head = ["family", "model", "images", "blocks", "attention", "activation", "contract", "merged", "pruned"]
-    lines = [cells([*head, "not offered"]), cells(["---", "---", *["--:"] * 4, "---", "--:", "--:", "---"])]
-    lines += [line(row) for row in rows if row.blocks]
-    return "\n".join(lines)
+    head = [first, "images", "blocks", "attention", "activation", "contract", "merged", "pruned", "not offered"]
+    marks = ["---", *["--:"] * 4, "---", "--:", "--:", "---"]
+    return "\n".join([cells(head), cells(marks), *(line(row) for row in rows if row.is_offering)])
 
 
 def cells(texts: list[str]) -> str:
@@ -480,7 +488,7 @@ def line(row: Row) -> str:
     changed = "–" if row.changed is None else f"{row.changed:.1g}"
     left = "; ".join(f"{count} {why}" for why, count in row.not_offered.items())
     numbers = [str(row.size[1]), str(row.blocks), str(row.attention), f"{row.activation}{gated}"]
-    return cells([row.family, model_cell(row), *numbers, verdict(row), merged, changed, shortened(left)])
+    return cells([model_cell(row), *numbers, verdict(row), merged, changed, shortened(left)])
 
 
 def model_cell(row: Row) -> str:
@@ -488,7 +496,8 @@ def model_cell(row: Row) -> str:
     cuts = row.base.arguments if row.base.library == "timm" else {}
     remarks = [row.note, *(f"{key}={value}" for key, value in cuts.items())]
     remark = ", ".join(filter(None, remarks))
-    return f"`{row.base.name}`" + (f" ({remark})" if remark else "")
+    family = f"{row.family}: " if row.base.library == "timm" else ""
+    return f"{family}`{row.base.name}`" + (f" ({remark})" if remark else "")
 
 
 def verdict(row: Row) -> str:
@@ -499,13 +508,22 @@ def verdict(row: Row) -> str:
 
 
 def refused(rows: list[Row]) -> str:
-    """Return the models with attention that offer no site, or were not read at all, with what was found."""
-    lines = [REFUSED_NOTE, "", cells(["family", "model", "found"]), cells(["---"] * 3)]
-    for row in rows:
-        if not row.blocks and row.outcome != "nothing":
-            _, _, found = row.why.partition(f"{SENTENCE}, found ")
-            lines.append(cells([row.family, model_cell(row), shortened(found.partition("; give a")[0] or row.why)]))
-    return "\n".join(lines)
+    """Return the models in which nothing of what was found can be removed, and why."""
+    lines = [cells(["model", "found"]), cells(["---"] * 2)]
+    lines += [
+        cells([model_cell(row), finding(row.why)]) for row in rows if not row.is_offering and row.outcome != "nothing"
+    ]
+    return "\n".join([REFUSED_NOTE, "", *lines])
+
+
+def finding(sentence: str) -> str:
+    """Return what a refusal found, without what the note above the table says, and each reason once."""
+    _, _, found = sentence.partition(f"{SENTENCE}, found ")
+    if not found:
+        return shortened(sentence)
+    parts = found.partition("; give a")[0].split("; ")
+    once = {reason(part): part for part in reversed(parts)}
+    return shortened("; ".join(part.replace(f"{LOOKED_FOR}, ", "") for part in reversed(once.values())))
 
 
 def shortened(text: str, length: int = 200) -> str:
@@ -515,12 +533,11 @@ def shortened(text: str, length: int = 200) -> str:
 def nothing(rows: list[Row]) -> str:
     """Return a sentence that lists the families in which no model has attention or FFNs, and such models of others."""
     barren = [row for row in rows if row.outcome == "nothing"]
-    others = {row.family for row in rows} - {row.family for row in rows if row.outcome != "nothing"}
-    families = sorted({row.family for row in barren} & others)
-    models = [f"`{row.base.name}` of {row.family}" for row in barren if row.family not in others]
+    others = families_of(row for row in rows if row.outcome != "nothing")
+    models = [f"`{row.base.name}`" for row in barren if row.family in others]
     return (
-        f"Convolutional families, in whose models neither attention nor an FFN in a residual branch was found: "
-        f"{listed(families)}. The same holds for {listed(models)}."
+        "In the models tried of these families neither attention nor Linear - activation - Linear was found in a "
+        f"residual branch: {listed(sorted(families_of(barren) - others))}. The same is true of {listed(models)}."
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 import pytest
 import timm
@@ -47,6 +48,69 @@ class ToyBlock(nn.Module):
 
 
 SIZE = (3, 32, 32)
+
+
+class Scaled(nn.Module):
+    """One block whose FFN is scaled in a way of its own; ``scale`` gets the output and the parameter."""
+
+    def __init__(self, scale: Callable[[Tensor, Tensor], Tensor], is_shared: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Conv2d(3, 16, 8, 8)  # 16 tokens of width 16, so that no shape tells the axes apart
+        self.norm, self.attention = nn.LayerNorm(16), nn.MultiheadAttention(16, 2, batch_first=True)
+        self.ffn = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
+        self.gamma = nn.Parameter(torch.rand(16) + 0.5)
+        self.scale, self.is_shared = scale, is_shared
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.embed(images).flatten(2).transpose(1, 2)
+        z = self.norm(x)
+        attended = self.attention(z, z, z, need_weights=False)[0]
+        x = x + (self.gamma * attended if self.is_shared else attended)
+        return x + self.scale(self.ffn(x), self.gamma)
+
+
+SCALES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "layer scale": lambda f, g: f * g,
+    "reshaped": lambda f, g: f * g.view(1, 1, -1),
+    "one plus": lambda f, g: f * (1 + g),
+    "rolled": lambda f, g: f.roll(1, -1) * g,
+    "one number": lambda f, g: f * g[0],
+    "transposed": lambda f, g: (f.transpose(1, 2) * g).transpose(1, 2),
+    "tokens": lambda f, g: f * g[:, None],
+    "squared": lambda f, g: f * f * g,
+    "tanh": lambda f, g: f * g.tanh(),
+}
+
+
+@pytest.mark.parametrize("is_shared", [False, True], ids=["own", "shared"])
+@pytest.mark.parametrize("name", SCALES)
+def test_only_what_is_a_layer_scale_is_folded(name: str, is_shared: bool) -> None:
+    model, images = Scaled(SCALES[name], is_shared).eval(), torch.randn(2, *SIZE)
+    plan = hetdpt.Plan((0,), (0,))
+    with torch.no_grad():
+        gated = hetdpt.gate_(model, plan, SIZE)(images)
+        pruned = hetdpt.prune_(hetdpt.restore_(model), plan, SIZE)(images)
+        merged = hetdpt.merge_(model)(images)
+    assert torch.equal(gated, pruned)
+    torch.testing.assert_close(merged, pruned, rtol=1e-5, atol=1e-6)  # one float32 rounding
+    is_folded = "gamma" not in dict(model.named_parameters())
+    assert is_folded == (name in ("layer scale", "reshaped") and not is_shared)
+
+
+class InPlace(Scaled):
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.embed(images).flatten(2).transpose(1, 2)
+        z = self.norm(x)
+        attended = self.attention(z, z, z, need_weights=False)[0]
+        attended += x
+        return attended + self.ffn(attended)
+
+
+def test_a_sum_into_the_branch_is_refused() -> None:
+    found = survey(InPlace(SCALES["layer scale"]), SIZE)
+    assert found.anatomy.attention == ()
+    assert "the stream is added into its output in place" in found.refusals[0]
 
 
 def test_a_model_of_no_library_is_found_by_its_structure() -> None:

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from hetdpt.errors import FoldError
-from hetdpt.fold import fold_pair, is_cheaper_folded
+from hetdpt.fold import fold_norm, fold_pair, is_cheaper_folded
 
 EXACT = {"rtol": 1e-12, "atol": 1e-12}  # everything in float64
 
@@ -33,7 +33,7 @@ def test_scale_and_norm_fold_in() -> None:
     scale = torch.randn(5, dtype=torch.float64)
     bare = nn.LayerNorm(6, elementwise_affine=False).double()
     z = torch.randn(7, 6, dtype=torch.float64)
-    folded = fold_pair(first, second, scale, norm)
+    folded = fold_norm(norm, fold_pair(first, second, scale))
     torch.testing.assert_close(folded(bare(z)), scale * second(first(norm(z))), **EXACT)
 
 

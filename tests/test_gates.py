@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from hetdpt.gates import Behind, Gate, Pass, Zero, gelu_stream
+from hetdpt.gates import Behind, Gate, Pass, StreamGelu, Zero
 
 
 class Counting(nn.Module):
@@ -84,7 +84,7 @@ def test_zero_takes_no_memory() -> None:
 def test_stream_gelu_keeps_the_structure() -> None:
     x = torch.randn(3)
     expected = nn.functional.gelu(x)
-    assert torch.equal(gelu_stream(nn.Identity(), (), x), expected)
-    y, rest = gelu_stream(nn.Identity(), (), (x, "rest"))
+    assert torch.equal(StreamGelu()(nn.Identity(), (), x), expected)
+    y, rest = StreamGelu()(nn.Identity(), (), (x, "rest"))
     assert torch.equal(y, expected)
     assert rest == "rest"

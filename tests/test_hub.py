@@ -208,3 +208,16 @@ def test_a_loaded_model_can_be_saved_again(saved: Path, images: Tensor, tmp_path
     loaded = timm.create_model(f"local-dir:{saved}", pretrained=True).eval()
     again = hetdpt.load(hetdpt.save(loaded, tmp_path / "again"))
     assert torch.equal(run_model(again, images), run_model(loaded, images))
+
+
+def test_timm_arguments_are_honoured_or_refused(tmp_path: Path) -> None:
+    import timm
+
+    import hetdpt.export.hub
+    from hetdpt.errors import ModelError
+
+    model = timm.create_model("test_vit").eval()
+    directory = hetdpt.save(hetdpt.prune_(model, hetdpt.Plan((0,))), tmp_path / "saved")
+    assert timm.create_model(f"local-dir:{directory}", pretrained=True, num_classes=5).head.out_features == 5
+    with pytest.raises(ModelError, match="leave out drop_path_rate"):
+        timm.create_model(f"local-dir:{directory}", drop_path_rate=0.3)

@@ -23,7 +23,7 @@ STOREYS = [
     {"training", "measurement"},
     {"surgery", "data"},
     {"adapters"},
-    {"gates", "fold"},
+    {"gates", "fold", "modules"},
     {"published", "files", "torchvision_ops"},
     {"plan"},
     {"errors"},

@@ -79,6 +79,58 @@ def test_arguments_that_do_not_show_must_be_given(tmp_path: Path) -> None:
     assert torch.equal(run(hetdpt.load(tmp_path / "saved"), images), run(model, images))
 
 
+def comes_back(model: nn.Module, directory: Path, channels: int = 3) -> bool:
+    loaded = hetdpt.load(directory)
+    images = torch.randn(1, channels, 160, 160)
+    return str(loaded) == str(model) and torch.equal(run(loaded, images), run(model, images))
+
+
+@pytest.mark.parametrize("arguments", [{"drop_path_rate": 0.2}, {"dynamic_img_size": True}, {"in_chans": 1}], ids=str)
+def test_arguments_that_show_are_found(arguments: dict, tmp_path: Path) -> None:
+    model = timm.create_model("test_vit", **arguments).eval()
+    hetdpt.save(hetdpt.prune_(model, PLAN), tmp_path / "saved")
+    assert comes_back(model, tmp_path / "saved", arguments.get("in_chans", 3))
+
+
+@pytest.mark.parametrize("arguments", [{"global_pool": "avg"}, {"qkv_bias": False}, {"proj_drop_rate": 0.1}], ids=str)
+def test_arguments_that_do_not_are_asked_for(arguments: dict, tmp_path: Path) -> None:
+    model = hetdpt.prune_(timm.create_model("test_vit", **arguments).eval(), PLAN)
+    with pytest.raises(ModelError, match="pass base=hetdpt.Base"):
+        hetdpt.save(model, tmp_path / "saved")
+    assert not (tmp_path / "saved").exists()
+    hetdpt.save(model, tmp_path / "saved", base=hetdpt.Base("timm", "test_vit", arguments))
+    assert comes_back(model, tmp_path / "saved")
+
+
+def test_a_new_head_is_saved_with_its_classes(saved: Path, tmp_path: Path) -> None:
+    loaded = hetdpt.load(saved)
+    loaded.reset_classifier(7)
+    again = hetdpt.load(hetdpt.save(loaded, tmp_path / "again"))
+    assert run(again, torch.zeros(1, 3, 32, 32)).shape == (1, 7)
+
+
+def test_eager_attention_of_huggingface_comes_back(tmp_path: Path) -> None:
+    family = named("hf ViTForImageClassification")
+    base = hetdpt.Base("transformers", family.base.name, {**family.base.arguments, "attn_implementation": "eager"})
+    model = hetdpt.adapters.models.build(base)
+    vars(model).pop("_hetdpt_base")
+    loaded = hetdpt.load(hetdpt.save(hetdpt.prune_(model, PLAN), tmp_path / "saved"))
+    assert loaded.config._attn_implementation == "eager"
+
+
+def test_a_model_without_weights_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="has no weights"):
+        hetdpt.save(hetdpt.create("test_vit", is_empty=True), tmp_path / "saved")
+
+
+def test_a_recipe_names_no_files(saved: Path) -> None:
+    base = read_sealed_json(saved / "hetdpt.json")["base"]
+    harmful = {**base, "arguments": {**base["arguments"], "checkpoint_path": "evil.pth"}}
+    write_sealed_json(saved / "hetdpt.json", {**read_sealed_json(saved / "hetdpt.json"), "base": harmful})
+    with pytest.raises(ModelError, match="leave out checkpoint_path"):
+        hetdpt.load(saved)
+
+
 def test_a_model_of_nowhere_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="does not say how it was built"):
         hetdpt.save(nn.Sequential(nn.Linear(2, 2)), tmp_path / "saved")
@@ -101,7 +153,7 @@ def test_what_lies_there(saved: Path) -> None:
     values = json.loads((saved / "hetdpt.json").read_text())
     assert values["base"]["name"] == "vit_tiny_patch16_224"
     assert values["plan"]["attention"] == [0]
-    assert values["is_merged"] is True
+    assert values["merged"] == [1]
     assert values["versions"]["timm"] == timm.__version__
     assert "| attention | 0 |" in (saved / "README.md").read_text()
 

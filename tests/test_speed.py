@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 
 import pytest
@@ -105,3 +106,8 @@ def test_relative_difference_sees_a_change(model: nn.Module) -> None:
     with torch.no_grad():
         twin.head.bias += 1
     assert relative_difference(model, twin, (3, 32, 32)) > 0
+    with torch.no_grad():
+        twin.head.bias[3] = float("nan")
+    assert math.isnan(relative_difference(model, twin, (3, 32, 32)))
+    twin.reset_classifier(3)
+    assert relative_difference(model, twin, (3, 32, 32)) == math.inf

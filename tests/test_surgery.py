@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from functools import partial
+from pathlib import Path
 
 import pytest
+import timm
 import torch
 from families import Family, named
 from torch import Tensor, nn
@@ -50,13 +53,14 @@ def test_removed_means_what_the_spec_says(model: nn.Module, images: Tensor, remo
 
 
 @pytest.mark.parametrize("label", ["vit_tiny_patch16_224", "swinv2_tiny_window8_256", "beit_base_patch16_224"])
-@pytest.mark.parametrize("removal", ["norm", ("skip", "drop")])
+@pytest.mark.parametrize("removal", ["norm", "authors", ("skip", "drop")])
 def test_other_styles_keep_the_contract(label: str, removal: str | tuple[str, str]) -> None:
     family = named(label)
     model, images = family.build(), family.images()
-    plan = Plan(attention=(0, 2), activation=(1,), removal=removal)
+    plan = Plan(attention=(0, 2), activation=(1, 2), removal=removal)
+    dense = run(model, images)
     gated = run(hetdpt.gate_(model, plan), images)
-    hetdpt.restore_(model)
+    assert torch.equal(run(hetdpt.restore_(model), images), dense)
     pruned = run(hetdpt.prune_(model, plan), images)
     assert torch.equal(gated, pruned)
     torch.testing.assert_close(run(hetdpt.merge_(model), images), pruned, **CLOSE)
@@ -113,6 +117,36 @@ def test_merge_leaves_narrow_ffns_alone() -> None:
     model = hetdpt.prune_(narrow.build(), Plan(activation=(1,)))
     before = hetdpt.count_params(model)
     assert hetdpt.count_params(hetdpt.merge_(model)) == before
+
+
+def test_norms_may_be_folded_later_and_more_layers_merged(model: nn.Module, images: Tensor, tmp_path: Path) -> None:
+    hetdpt.merge_(hetdpt.prune_(model, Plan(activation=(0,))), fold_norms=True)
+    hetdpt.merge_(hetdpt.prune_(model, Plan(activation=(1,))))
+    before = run(hetdpt.prune_(model, Plan(activation=(2,))), images)
+    loaded = hetdpt.load(hetdpt.save(model, tmp_path / "saved"))  # two merged, one not, one norm folded
+    assert torch.equal(run(loaded, images), before)
+    hetdpt.merge_(model, fold_norms=True)
+    torch.testing.assert_close(run(model, images), before, **CLOSE)
+    assert not any(block.norm2.elementwise_affine for block in model.blocks)
+
+
+def test_a_gated_model_still_knows_its_sites(model: nn.Module) -> None:
+    expected = hetdpt.sites(model)
+    assert hetdpt.sites(hetdpt.gate_(model, PLAN)) == expected
+    assert hetdpt.sites(hetdpt.restore_(model)) == expected
+
+
+def test_in_place_activations_keep_their_importance() -> None:
+    family = named("vit_tiny_patch16_224")
+    scores = []
+    for act_layer in (nn.ReLU, partial(nn.ReLU, inplace=True)):
+        torch.manual_seed(0)
+        model = timm.create_model(family.base.name, **{**family.base.arguments, "act_layer": act_layer})
+        hetdpt.gate_(model)(family.images()).sum().backward()
+        scores.append({path: gate.importance.grad.item() for path, gate in hetdpt.gates_of(model).items()})
+        assert hetdpt.restore_(model).blocks[0].mlp.act.inplace == (act_layer is not nn.ReLU)
+    assert scores[0] == pytest.approx(scores[1])
+    assert any(score for path, score in scores[0].items() if "mlp" in path)
 
 
 class TestHabits:
@@ -221,6 +255,32 @@ class TestRefusals:
     def test_fitted_styles_need_images(self, model: nn.Module, removal: str | tuple[str, str]) -> None:
         with pytest.raises(PlanError, match="is fitted on images"):
             hetdpt.prune_(model, Plan(attention=(1,), removal=removal))
+
+    def test_a_refusal_leaves_no_gate_behind(self) -> None:
+        model = named("eva02_tiny_patch14_224").build()
+        with pytest.raises(PlanError, match="activation 1 belongs to a gated FFN"):
+            hetdpt.gate_(model, Plan(attention=(0,), activation=(1,)))
+        assert not hetdpt.gates_of(model)
+
+    def test_authors_needs_blocks_that_are_one_module(self) -> None:
+        family = named("lowformer_b0")
+        model = family.build()
+        block = next(site.block for site in hetdpt.sites(model, family.size))
+        plan = Plan((block,), (block,), removal="authors")
+        before = run(model, family.images())
+        with pytest.raises(PlanError, match="removal 'authors' needs blocks that are one module"):
+            hetdpt.prune_(model, plan, family.size)
+        assert torch.equal(run(model, family.images()), before)
+
+    def test_an_ffn_that_cannot_go_as_a_whole(self) -> None:
+        model = named("hf Swinv2ForImageClassification").build()  # its FFN is two modules of the block
+        with pytest.raises(PlanError, match="the FFN of block 1 cannot go as a whole"):
+            hetdpt.prune_(model, Plan(activation=(1,), removal=("skip", "drop")))
+
+    def test_gates_of_another_style(self, model: nn.Module) -> None:
+        hetdpt.prune_(model, Plan(attention=(0,)))
+        with pytest.raises(PlanError, match="was pruned with removal 'plain' and the plan says 'norm'"):
+            hetdpt.gate_(model, Plan(removal="norm"))
 
     def test_gates_must_be_off(self, model: nn.Module) -> None:
         hetdpt.gate_(model)

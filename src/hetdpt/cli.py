@@ -78,10 +78,10 @@ def inspect(
     quiet: Quiet = False,
 ) -> None:
     """Show the blocks of a model, what can be removed, and what it costs before and after."""
-    from hetdpt.adapters.trace import clone
     from hetdpt.export.saved import open_model
     from hetdpt.measurement.costs import Costs
     from hetdpt.measurement.speed import latency_table
+    from hetdpt.modules import clone
     from hetdpt.surgery import merge_, prune_, sites, survey_of
 
     chosen = _read_plan(plan) if plan else Plan()
@@ -125,10 +125,10 @@ def bench(
     quiet: Quiet = False,
 ) -> None:
     """Measure the speedup of a plan on this machine, dense and pruned taking turns."""
-    from hetdpt.adapters.trace import clone
     from hetdpt.export.saved import open_model
     from hetdpt.measurement.costs import Costs
     from hetdpt.measurement.speed import measure_throughput
+    from hetdpt.modules import clone
     from hetdpt.surgery import merge_, prune_, survey_of
 
     chosen = _read_plan(plan)
@@ -164,11 +164,11 @@ def apply(
 ) -> None:
     """Remove the layers of a plan, merge what became linear, and save the smaller model."""
     from hetdpt.adapters.models import HF_PREFIX
-    from hetdpt.adapters.trace import clone
     from hetdpt.export.saved import RECIPE, open_model, save
     from hetdpt.files import require_new
     from hetdpt.measurement.agreement import relative_difference
     from hetdpt.measurement.costs import Costs
+    from hetdpt.modules import clone
     from hetdpt.surgery import merge_, prune_, survey_of
 
     require_new(out, overwrite, RECIPE)

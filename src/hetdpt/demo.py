@@ -8,11 +8,11 @@ from pathlib import Path
 import torch
 
 from hetdpt.adapters.models import create, input_size_of
-from hetdpt.adapters.trace import clone
 from hetdpt.export.saved import load, save
 from hetdpt.measurement.agreement import relative_difference
 from hetdpt.measurement.costs import Costs
 from hetdpt.measurement.speed import Comparison, Progress, measure_throughput
+from hetdpt.modules import clone
 from hetdpt.published import published_plan
 from hetdpt.surgery import merge_, prune_
 

@@ -23,3 +23,9 @@ class FileError(HetDPTError):
 
 class MeasureError(HetDPTError):
     """A measurement that was asked for wrongly."""
+
+
+def first_line(error: BaseException) -> str:
+    """Return what an error of another library says, without its second thoughts."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

@@ -50,10 +50,16 @@ class Zero(Removed):
 
 
 class Gate(nn.Module):
-    """Runs a layer while open and its replacement once closed; a closed layer is not evaluated."""
+    """Runs a layer while open and its replacement once closed; a closed layer is not evaluated.
+
+    Under DistributedDataParallel the weights of closed layers get no gradient: pass ``find_unused_parameters=True``.
+    """
 
     def __init__(self, inner: nn.Module, removed: Removed) -> None:
         super().__init__()
+        self.was_inplace = bool(vars(inner).get("inplace"))
+        if self.was_inplace:  # the input is needed for r(x) after the layer ran
+            inner.inplace = False  # type: ignore[assignment]
         self.inner = inner
         self.removed = removed
         self.importance = nn.Parameter(torch.zeros(()))
@@ -70,6 +76,12 @@ class Gate(nn.Module):
         y = StraightThrough.apply(kept, other, self.importance)
         return (y, *result[1:]) if isinstance(result, tuple) else y
 
+    def release(self) -> nn.Module:
+        """Return the layer as it was before."""
+        if self.was_inplace:
+            self.inner.inplace = True  # type: ignore[assignment]
+        return self.inner
+
 
 class Behind(nn.Module):
     """Keeps a layer from running while the gate further down its branch is closed."""
@@ -82,6 +94,10 @@ class Behind(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return (self.inner if self.gates[0].is_open else self.passing)(*args, **kwargs)
+
+    def release(self) -> nn.Module:
+        """Return the layer as it was before."""
+        return self.inner
 
 
 class StraightThrough(torch.autograd.Function):
@@ -113,8 +129,18 @@ def _first_tensor(values: tuple[Any, ...]) -> Tensor:
     return next(value for value in values if isinstance(value, Tensor))
 
 
-def gelu_stream(module: nn.Module, args: Any, output: Any) -> Any:
-    """Forward hook of the preset ``authors``: a GELU on what a block without attention and activation hands on."""
-    if isinstance(output, tuple):
-        return nn.functional.gelu(output[0]), *output[1:]
-    return nn.functional.gelu(output)
+class StreamGelu:
+    """Forward hook of the preset ``authors``: a GELU on what a block without attention and activation hands on.
+
+    On a gated block it acts while both ``gates`` are closed.
+    """
+
+    def __init__(self, gates: tuple[Gate, ...] = ()) -> None:
+        self.gates = gates
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if any(gate.is_open for gate in self.gates):
+            return output
+        if isinstance(output, tuple):
+            return nn.functional.gelu(output[0]), *output[1:]
+        return nn.functional.gelu(output)

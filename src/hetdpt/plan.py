@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from dataclasses import asdict, dataclass, fields
+from numbers import Integral
 from typing import Any, Literal
 
 from hetdpt.errors import PlanError
@@ -194,16 +196,18 @@ def _spell(values: Any) -> str:
 
 
 def _is_block(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    if isinstance(value, bool):
+        return False
+    return isinstance(value, Integral) and int(value) >= 0  # numpy's integers too
 
 
 def _blocks(kind: str, blocks: Any) -> tuple[int, ...]:
-    if not isinstance(blocks, tuple | list | set | range) or not all(_is_block(block) for block in blocks):
+    if not isinstance(blocks, Collection) or not all(_is_block(block) for block in blocks):
         raise PlanError(f"{kind} of a plan lists block numbers counted from 0, such as (1, 10), not {blocks!r}")
     twice = sorted({block for block in blocks if list(blocks).count(block) > 1})
     if twice:
         raise PlanError(f"the plan lists {kind} {_spell(twice)} more than once; name every block once")
-    return tuple(sorted(blocks))
+    return tuple(sorted(int(block) for block in blocks))
 
 
 def _removal(removal: object) -> str | tuple[str, str]:

@@ -6,16 +6,18 @@ Nothing is trained, measured or chosen here.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
 from hetdpt.adapters.anatomy import Handle, Parts, Survey, survey
+from hetdpt.adapters.ffn import Ffn
 from hetdpt.adapters.models import input_size_of
 from hetdpt.errors import PlanError
-from hetdpt.fold import fold_pair, is_cheaper_folded
-from hetdpt.gates import Behind, Gate, Pass, Removed, Zero, gelu_stream
+from hetdpt.fold import Layer, fold_norm, fold_pair, is_cheaper_folded
+from hetdpt.gates import Behind, Gate, Pass, Removed, StreamGelu, Zero
 from hetdpt.plan import Plan, Site
 
 InputSize = tuple[int, int, int]
@@ -30,8 +32,8 @@ class Record:
     plan: Plan
     merged: tuple[int, ...] = ()
     """Blocks whose FFN is one layer now."""
-    is_merged: bool = False
-    has_folded_norms: bool = False
+    folded_norms: tuple[int, ...] = ()
+    """Those of them whose LayerNorm has lost its affine part to that layer."""
 
 
 def record_of(model: nn.Module) -> Record | None:
@@ -66,24 +68,31 @@ def gate_(model: nn.Module, plan: Plan | None = None, input_size: InputSize | No
 
     With no plan all gates are open and the outputs are bit-equal to the ungated model's. ``restore_`` undoes it.
     """
-    _refuse_gated(model)
     plan = Plan() if plan is None else plan  # an empty plan is false, but its removal style counts
-    found = survey_of(model, input_size)
-    plan.check(found.anatomy)
-    record = record_of(model)
-    for handle in found.handles:
-        is_gone = record is not None and record.plan.removes(handle.site)
-        if not is_gone and (plan.removes(handle.site) or _why_not(handle, plan) is None):
-            _require(handle, plan)
-            _put_gate(model, handle, plan).is_open = not plan.removes(handle.site)
+    record = _begin(model, plan, input_size)
+    left = [h for h in record.survey.handles if not record.plan.removes(h.site)]
+    gated = [h for h in left if plan.removes(h.site) or _why_not(h, plan) is None]
+    _require(gated, plan)
+    owners = _stream_owners(gated) if plan.removal == "authors" else {}
+    gates = {handle.site: _put_gate(model, handle, plan) for handle in gated}
+    for site, gate in gates.items():
+        gate.is_open = not plan.removes(site)
+    for block, owner in owners.items():
+        pair = tuple(gate for site, gate in gates.items() if site.block == block)
+        model.get_submodule(owner).register_forward_hook(StreamGelu(pair))
+    vars(model)[RECORD] = record
     return model
 
 
 def restore_(model: nn.Module) -> nn.Module:
     """Take all gates off again: the very modules that were there before, so outputs are bit-equal."""
-    wrapped = [(path, m.inner) for path, m in model.named_modules() if isinstance(m, Gate | Behind)]
-    for path, inner in sorted(wrapped, key=lambda pair: -len(pair[0])):
-        _put(model, path, inner)
+    wrapped = [(path, m) for path, m in model.named_modules() if isinstance(m, Gate | Behind)]
+    for path, wrapper in sorted(wrapped, key=lambda pair: -len(pair[0])):
+        _put(model, path, wrapper.release())
+    for module in model.modules():
+        for number, hook in list(module._forward_hooks.items()):
+            if isinstance(hook, StreamGelu) and hook.gates:
+                del module._forward_hooks[number]
     return model
 
 
@@ -101,28 +110,21 @@ def prune_(model: nn.Module, plan: Plan, input_size: InputSize | None = None) ->
     >>> [site.path for site in sites(model)]
     ['blocks.0.mlp.act', 'blocks.1.attn']
     """
-    _refuse_gated(model)
-    found = survey_of(model, input_size)
-    plan.check(found.anatomy)
-    record = record_of(model) or Record(found, Plan(removal=plan.removal))
-    if len(record.plan) and record.plan.removal != plan.removal:
-        raise PlanError(
-            f"this model was pruned with removal {record.plan.removal!r} and the plan says {plan.removal!r}; "
-            "use the same removal for all layers of a model"
-        )
-    going = [h for h in found.handles if plan.removes(h.site) and not record.plan.removes(h.site)]
-    for handle in going:
-        _require(handle, plan)
-    for handle in going:
-        _remove(model, handle, plan)
+    record = _begin(model, plan, input_size)
+    going = [h for h in record.survey.handles if plan.removes(h.site) and not record.plan.removes(h.site)]
+    _require(going, plan)
     whole = replace(
         plan,
         attention=tuple({*plan.attention, *record.plan.attention}),
         activation=tuple({*plan.activation, *record.plan.activation}),
-        anatomy=found.anatomy,
+        anatomy=record.survey.anatomy,
     )
-    if plan.removal == "authors":
-        _add_stream_gelu(model, found, record.plan, whole)
+    gone = [h for h in record.survey.handles if whole.removes(h.site)]
+    owners = _stream_owners(gone) if plan.removal == "authors" else {}
+    for handle in going:
+        _remove(model, handle, plan)
+    for block in {handle.site.block for handle in going} & owners.keys():
+        model.get_submodule(owners[block]).register_forward_hook(StreamGelu())
     vars(model)[RECORD] = replace(record, plan=whole)
     return model
 
@@ -133,39 +135,80 @@ def merge_(model: nn.Module, fold_norms: bool = False) -> nn.Module:
     LayerScale is folded in; with ``fold_norms`` the affine part of the LayerNorm before it too, which saves 2 D
     parameters. The function stays the same up to rounding; merging twice changes nothing.
     """
-    _refuse_gated(model)
     record = record_of(model)
     if record is None:
         return model
-    merged = list(record.merged)
-    for handle in record.survey.handles:
-        is_linear = record.plan.removes(handle.site) and record.plan.styles[1] == "identity"
-        if handle.ffn and is_linear and handle.site.block not in merged and _merge_ffn(model, handle, fold_norms):
-            merged.append(handle.site.block)
-    vars(model)[RECORD] = replace(record, merged=tuple(merged), is_merged=True, has_folded_norms=fold_norms)
+    merged = [h.site.block for h in record.survey.handles if _is_linear(h, record.plan) and _is_worth_merging(model, h)]
+    return merge_blocks_(model, merged, merged if fold_norms else ())
+
+
+def merge_blocks_(model: nn.Module, blocks: Iterable[int], folded_norms: Iterable[int] = ()) -> nn.Module:
+    """Merge the FFNs of these ``blocks``, and fold the norms of some of them; what is done already stays."""
+    _refuse_gated(model)
+    record = record_of(model)
+    assert record is not None
+    ffns = {h.site.block: h.ffn for h in record.survey.handles if _is_linear(h, record.plan) and h.ffn}
+    merged, folded = [*record.merged], [*record.folded_norms]
+    for block in blocks:
+        if block in ffns and block not in merged:
+            _merge_ffn(model, ffns[block])
+            merged.append(block)
+    for block in folded_norms:
+        if block in merged and block not in folded and ffns[block].norm:
+            _fold_norm(model, ffns[block])
+            folded.append(block)
+    vars(model)[RECORD] = replace(record, merged=tuple(merged), folded_norms=tuple(folded))
     return model
 
 
-def _merge_ffn(model: nn.Module, handle: Handle, fold_norms: bool) -> bool:
-    ffn = handle.ffn
-    assert ffn is not None
-    first, second = model.get_submodule(ffn.first), model.get_submodule(ffn.second)
-    assert isinstance(first, nn.Linear | nn.Conv2d)
-    assert isinstance(second, nn.Linear | nn.Conv2d)
-    if not is_cheaper_folded(first, second):
-        return False
+def _begin(model: nn.Module, plan: Plan, input_size: InputSize | None) -> Record:
+    """Return the record of a model that ``plan`` may be applied to; ``PlanError`` says why it may not."""
+    _refuse_gated(model)
+    found = survey_of(model, input_size)
+    plan.check(found.anatomy)
+    record = record_of(model) or Record(found, Plan())
+    if len(record.plan) and record.plan.removal != plan.removal:
+        raise PlanError(
+            f"this model was pruned with removal {record.plan.removal!r} and the plan says {plan.removal!r}; "
+            "use the same removal for all layers of a model"
+        )
+    return record
+
+
+def _is_linear(handle: Handle, plan: Plan) -> bool:
+    """Whether the plan leaves two linear layers in a row."""
+    return handle.ffn is not None and plan.removes(handle.site) and plan.styles[1] == "identity"
+
+
+def _is_worth_merging(model: nn.Module, handle: Handle) -> bool:
+    assert handle.ffn is not None
+    first, second = model.get_submodule(handle.ffn.first), model.get_submodule(handle.ffn.second)
+    return isinstance(second, Pass) or is_cheaper_folded(_layer(first), _layer(second))
+
+
+def _layer(module: nn.Module) -> Layer:
+    assert isinstance(module, Layer)
+    return module
+
+
+def _merge_ffn(model: nn.Module, ffn: Ffn) -> None:
+    first, second = _layer(model.get_submodule(ffn.first)), _layer(model.get_submodule(ffn.second))
     scale = model.get_parameter(ffn.scale) if ffn.scale else None
-    norm = model.get_submodule(ffn.norm) if ffn.norm and fold_norms else None
-    assert isinstance(norm, nn.LayerNorm | None)
-    _put(model, ffn.first, fold_pair(first, second, scale, norm))
+    _put(model, ffn.first, fold_pair(first, second, scale))
     for path in (ffn.activation, *ffn.between, ffn.second):
         _put(model, path, Pass())
     if ffn.scale:
         _neutralise(model, ffn.scale)
-    if norm is not None:
+
+
+def _fold_norm(model: nn.Module, ffn: Ffn) -> None:
+    assert ffn.norm is not None
+    norm = model.get_submodule(ffn.norm)
+    assert isinstance(norm, nn.LayerNorm)
+    if norm.elementwise_affine:
+        _put(model, ffn.first, fold_norm(norm, _layer(model.get_submodule(ffn.first))))
         norm.weight = norm.bias = None  # type: ignore[assignment]
         norm.elementwise_affine = False
-    return True
 
 
 def _why_not(handle: Handle, plan: Plan) -> str | None:
@@ -183,9 +226,10 @@ def _why_not(handle: Handle, plan: Plan) -> str | None:
     return None
 
 
-def _require(handle: Handle, plan: Plan) -> None:
-    if why := _why_not(handle, plan):
-        raise PlanError(why)
+def _require(handles: list[Handle], plan: Plan) -> None:
+    for handle in handles:
+        if why := _why_not(handle, plan):
+            raise PlanError(why)
 
 
 def _stand_in(handle: Handle, plan: Plan) -> tuple[str, Removed]:
@@ -227,13 +271,19 @@ def _parts(handle: Handle) -> Parts:
     return handle.parts
 
 
-def _add_stream_gelu(model: nn.Module, found: Survey, before: Plan, after: Plan) -> None:
-    lost = {*after.attention} & {*after.activation} - ({*before.attention} & {*before.activation})
-    for block in sorted(lost):
-        owners = {handle.owner for handle in found.handles if handle.site.block == block}
-        if len(owners) != 1:
-            raise PlanError(f"removal 'authors' needs blocks that are one module, but block {block} is {owners}")
-        model.get_submodule(owners.pop()).register_forward_hook(gelu_stream)
+def _stream_owners(handles: list[Handle]) -> dict[int, str]:
+    """Return the module of each block of which ``handles`` name both layers."""
+    kinds: dict[int, list[Handle]] = {}
+    for handle in handles:
+        kinds.setdefault(handle.site.block, []).append(handle)
+    pairs = {block: pair for block, pair in kinds.items() if len(pair) == 2}
+    for block, pair in pairs.items():
+        if pair[0].owner != pair[1].owner:
+            raise PlanError(
+                f"removal 'authors' needs blocks that are one module, but block {block} is {pair[0].owner} and "
+                f"{pair[1].owner}; use removal 'norm'"
+            )
+    return {block: pair[0].owner for block, pair in pairs.items()}
 
 
 def _refuse_gated(model: nn.Module) -> None:

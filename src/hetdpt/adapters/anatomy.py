@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from hetdpt.adapters.branches import Branch, Inside, Reading
-from hetdpt.adapters.ffn import MULTIPLICATIONS, ZERO_TO_ZERO, Ffn, calls_of, find_ffn, is_gated, linears_of
+from hetdpt.adapters.ffn import ZERO_TO_ZERO, Ffn, calls_of, find_ffn, is_gated, linears_of
 from hetdpt.adapters.trace import Call, Ref, trace
 from hetdpt.errors import ModelError
 from hetdpt.plan import Anatomy, Kind, Site
@@ -180,13 +180,15 @@ def _parts(reading: Reading, branch: Branch, inside: list[Inside], core: Inside)
     after = {reading.nodes[i].op for i in loose if i >= last.call.stop}
     if after - ZERO_TO_ZERO:
         raise RefusedError(f"its output is still changed by {', '.join(sorted(after - ZERO_TO_ZERO))} before the sum")
-    scales = [name for i in loose if reading.nodes[i].op in MULTIPLICATIONS for name in reading.parameters_of(i)]
+    if branch.out.op == "add_" and branch.out.inputs[0] == branch.end:
+        raise RefusedError("the stream is added into its output in place, so that nothing can stand in for it")
+    factors = [factor for i in loose if (factor := reading.factor(i))]
     return Parts(
         entry=tuple(m.path for m in entry),
         core=core.path,
         exits=tuple(m.path for m in exits),
         gate=last.path,
-        parameters=tuple(scales),
+        parameters=tuple(name for name, _ in factors),
         extras=_extras(core.call),
     )
 

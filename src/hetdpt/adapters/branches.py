@@ -16,6 +16,8 @@ from torch import nn
 from hetdpt.adapters.trace import IMAGE, Call, Node, Trace
 
 ADDITIONS = {"add", "add_"}
+MULTIPLICATIONS = {"mul", "mul_"}
+RESHAPES = {"view", "unsqueeze", "reshape", "_to_copy"}
 PRODUCTS = {"bmm", "baddbmm", "mm", "matmul", "einsum"}
 
 
@@ -61,6 +63,8 @@ class Reading:
         self.consumers = trace.consumers()
         self.times_called = Counter(call.path for call in trace.calls)
         self.modules = dict(model.named_modules())
+        self.parameters = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+        self.times_read = Counter(name for node in trace.nodes for name in node.parameters)
 
     def branches(self) -> list[Branch]:
         """Return every closed residual branch, in order of execution."""
@@ -96,11 +100,22 @@ class Reading:
         """Return the operands of a node that depend on the image."""
         return [i for i in self.nodes[index].inputs if self.nodes[i].is_derived]
 
-    def parameters_of(self, index: int) -> list[str]:
-        """Return the parameters a node reads, also through constants computed from them."""
+    def factor(self, index: int) -> tuple[str, tuple[int, ...]] | None:
+        """Return the parameter that a node multiplies by and the shape it has there: the mark of LayerScale.
+
+        None where the factor is anything but one parameter, at most reshaped, that nothing else reads.
+        """
         node = self.nodes[index]
-        constants = [i for i in node.inputs if not self.nodes[i].is_derived]
-        return [*node.parameters, *(name for i in constants for name in self.parameters_of(i))]
+        names, inputs, shape = node.parameters, node.inputs, None
+        constants = [i for i in inputs if not self.nodes[i].is_derived]
+        while len(constants) == 1 and not names and self.nodes[constants[0]].op in RESHAPES:
+            shape = shape or self.nodes[constants[0]].shape
+            names, inputs = self.nodes[constants[0]].parameters, self.nodes[constants[0]].inputs
+            constants = list(inputs)
+        is_factor = node.op in MULTIPLICATIONS and len(names) == 1 and not constants and len(self.sources(index)) == 1
+        if not is_factor or self.times_read[names[0]] != 1 or names[0] not in self.parameters:
+            return None
+        return names[0], shape or self.parameters[names[0]]
 
     def is_product(self, index: int) -> bool:
         """Whether both factors of a matrix product depend on the image: the mark of attention."""

@@ -6,10 +6,9 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from hetdpt.adapters.branches import Branch, Inside, Reading
+from hetdpt.adapters.branches import MULTIPLICATIONS, Branch, Inside, Reading
 from hetdpt.adapters.trace import Call
 
-MULTIPLICATIONS = {"mul", "mul_"}
 # Operations that send zero to zero: all that may stand between a branch's last module and the residual sum.
 ZERO_TO_ZERO = MULTIPLICATIONS | {
     *("view", "_unsafe_view", "reshape", "permute", "transpose", "t", "roll", "slice", "clone", "expand", "squeeze"),
@@ -108,14 +107,26 @@ def _with_neighbours(reading: Reading, branch: Branch, first: Call, activation: 
     dropouts = [c for c in reading.calls if c.start == c.stop <= second.start and c.input_node in hidden]
     norms = [c.path for c in calls_of(reading, branch) if _leads_only_to(reading, c, first)]
     norms = [path for path in norms if isinstance(reading.modules[path], nn.LayerNorm)]
-    tail = _tail(reading, branch, second)
-    is_linear_tail = all(reading.nodes[i].op in ZERO_TO_ZERO for i in tail)
-    scales = [name for i in tail for name in reading.parameters_of(i)]
     return Ffn(
         first=first.path,
         activation=activation.path,
         second=second.path,
         between=tuple(c.path for c in dropouts if reading.times_called[c.path] == 1),
         norm=norms[0] if norms else None,
-        scale=scales[0] if is_linear_tail and len(scales) == 1 else None,
+        scale=_scale(reading, second),
     )
+
+
+def _scale(reading: Reading, second: Call) -> str | None:
+    """Return the parameter that scales each output feature of ``second`` directly behind it, if one does."""
+    readers = reading.consumers[second.output_node or 0]
+    factor = reading.factor(readers[0]) if len(readers) == 1 else None
+    if factor is None or second.output is None:
+        return None
+    name, shape = factor
+    weight = reading.modules[second.path].weight
+    axis = -1 if weight.ndim == 2 else 1
+    aligned = [1] * len(second.output.shape)
+    aligned[axis] = weight.shape[0]
+    padded = (1,) * (len(aligned) - len(shape)) + shape
+    return name if padded == tuple(aligned) else None

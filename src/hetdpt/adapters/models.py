@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import difflib
 import json
-import pickle
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
-from hetdpt.errors import FileError, HetDPTError, ModelError
+from hetdpt.adapters.checkpoints import load_weights
+from hetdpt.errors import HetDPTError, ModelError, first_line
 
 BASE = "_hetdpt_base"
 HF_PREFIX = "hf:"
+# Arguments of timm.create_model that name files or downloads: never taken from a recipe.
+FILE_ARGUMENTS = {"checkpoint_path", "pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "cache_dir"}
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ def create(
     """
     is_empty = is_empty and not (weights or pretrained)
     if name.startswith(HF_PREFIX):
-        base, model = _create_hf(name.removeprefix(HF_PREFIX), pretrained, num_classes, img_size)
+        base, model = _create_hf(name.removeprefix(HF_PREFIX), pretrained, is_empty, num_classes, img_size)
     else:
         arguments = {"num_classes": num_classes, "img_size": img_size}
         base = Base("timm", name, {key: value for key, value in arguments.items() if value is not None})
@@ -75,12 +76,13 @@ def build(base: Base, *, pretrained: bool = False, is_empty: bool = False) -> nn
     """Return a new model as ``base`` says; ``is_empty`` leaves its parameters on the meta device."""
     from accelerate import init_empty_weights
 
-    builders = {"timm": _build_timm, "transformers": _build_hf}
-    if base.library not in builders:
-        raise ModelError(f"models come from {' or '.join(builders)}, not from {base.library!r}")
+    if base.library not in ("timm", "transformers"):
+        raise ModelError(f"models come from timm or transformers, not from {base.library!r}")
+    if foreign := sorted(FILE_ARGUMENTS & base.arguments.keys()):
+        raise ModelError(f"a base says how a model is built, not where its weights are; leave out {foreign[0]}")
     try:
         with init_empty_weights() if is_empty else nullcontext():
-            model = builders[base.library](base, pretrained)
+            model = _build_timm(base, pretrained) if base.library == "timm" else _build_hf(base)
     except HetDPTError:
         raise
     except Exception as error:  # whatever a constructor raises on arguments it does not take
@@ -94,13 +96,12 @@ def build(base: Base, *, pretrained: bool = False, is_empty: bool = False) -> nn
 def base_of(model: nn.Module) -> Base:
     """Return from what ``model`` was built, as far as it tells; ``ModelError`` where it does not."""
     base: Base | None = vars(model).get(BASE)
-    if base is not None:
-        return base
     config = getattr(model, "pretrained_cfg", None)
-    if isinstance(config, dict) and config.get("architecture"):
-        return Base("timm", config["architecture"], _timm_arguments(model, config))
+    if isinstance(config, dict) and config.get("architecture") and (base is None or base.library == "timm"):
+        known = base or Base("timm", config["architecture"])
+        return Base("timm", known.name, {**known.arguments, **_timm_arguments(model, config)})
     if _is_hf(model):
-        return Base("transformers", type(model).__name__, _plain(model.config.to_diff_dict()))  # type: ignore
+        return Base("transformers", type(model).__name__, _hf_arguments(model.config))
     raise ModelError(
         f"{type(model).__name__} does not say how it was built: a model of timm or transformers was expected; "
         "pass base=hetdpt.Base(library, name, arguments)"
@@ -119,7 +120,9 @@ def input_size_of(model: nn.Module) -> tuple[int, int, int]:
             height, width = (size, size) if isinstance(size, int) else size
             channels = getattr(owner, "num_channels", channels)
             break
-    asked = base_of(model).arguments.get("img_size") if BASE in vars(model) else None
+    channels = _channels(model) or channels
+    base: Base | None = vars(model).get(BASE)
+    asked = base.arguments.get("img_size") if base else None
     if isinstance(asked, int):
         height = width = asked
     if height is None or width is None:
@@ -130,56 +133,6 @@ def input_size_of(model: nn.Module) -> tuple[int, int, int]:
     return channels, height, width
 
 
-def load_weights(model: nn.Module, path: Path) -> nn.Module:
-    """Load a checkpoint (safetensors, or a torch file without code) that fits ``model`` exactly."""
-    from timm.models import load_state_dict
-
-    if not path.is_file():
-        raise FileError(f"the checkpoint {path} does not exist; give a .safetensors or .pth file")
-    try:
-        with warnings.catch_warnings(action="ignore"):  # torch's, on a pickle it goes on to refuse
-            state = load_state_dict(str(path), weights_only=True)
-    except Exception as error:  # what torch and timm raise on a file that is no checkpoint is of many classes
-        why = first_line(error)
-        if isinstance(error.__cause__ or error, pickle.UnpicklingError):
-            why = "it holds other objects than tensors, which could run code"
-        elif isinstance(error, KeyError | AttributeError | TypeError):
-            why = "it is no dictionary of tensors"
-        raise FileError(f"the checkpoint {path} cannot be read: {why}; give a whole file with a state dict") from None
-    if not all(isinstance(value, Tensor) for value in state.values()):
-        raise FileError(f"the checkpoint {path} holds other things than tensors by name; save its state_dict alone")
-    check_fit(model.state_dict(), state, str(path))
-    model.load_state_dict(state)
-    return model
-
-
-def check_fit(expected: dict[str, Any], given: dict[str, Any], name: str) -> None:
-    """Raise ``FileError`` naming the first tensor of ``given`` that is missing, unknown or of another shape."""
-    for key in expected:
-        if key not in given:
-            raise FileError(f"{name} does not fit the model: {key} is missing; was it saved from another model?")
-        shapes = tuple(expected[key].shape), tuple(given[key].shape)
-        if shapes[0] != shapes[1]:
-            raise FileError(
-                f"{name} does not fit the model: {key} should be {shapes[0]} and is {shapes[1]}; "
-                "check the model's name, number of classes and image size"
-            )
-    if unknown := [key for key in given if key not in expected]:
-        raise FileError(f"{name} does not fit the model: it has {unknown[0]}, which the model lacks")
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put every module in eval mode, and each one back as it was."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
-
-
 def unfuse_(model: nn.Module) -> nn.Module:
     """Make attention run as two products and a softmax instead of one fused operator; the function stays the same."""
     for module in model.modules():
@@ -188,36 +141,6 @@ def unfuse_(model: nn.Module) -> nn.Module:
         config: Any = vars(module).get("config")
         if getattr(config, "_attn_implementation", None) == "sdpa":  # transformers
             config._attn_implementation = "eager"
-    return model
-
-
-def timm_config(model: nn.Module, recipe: dict[str, Any]) -> str:
-    """Return the ``config.json`` with which timm builds a saved model through the entry point ``hetdpt``."""
-    shown = ("input_size", "interpolation", "crop_pct", "crop_mode", "mean", "std", "num_classes")
-    config = {key: value for key, value in (getattr(model, "pretrained_cfg", None) or {}).items() if key in shown}
-    config["num_classes"] = getattr(model, "num_classes", config.get("num_classes"))
-    values = {
-        "architecture": "hetdpt",
-        "num_classes": config["num_classes"],
-        "model_args": {"recipe": recipe},
-        "pretrained_cfg": config,
-    }
-    return json.dumps(values, indent=1) + "\n"
-
-
-def register_with_timm(entry_point: Callable[..., nn.Module]) -> None:
-    """Make ``entry_point`` known to ``timm.create_model`` under its own name."""
-    import timm
-
-    if not timm.is_model(entry_point.__name__):
-        timm.models.register_model(entry_point)
-
-
-def load_timm_weights(model: nn.Module, pretrained_cfg: dict[str, Any]) -> nn.Module:
-    """Load the weights that timm found beside a ``config.json``, on disk or on the hub."""
-    from timm.models import load_pretrained
-
-    load_pretrained(model, pretrained_cfg=pretrained_cfg, num_classes=pretrained_cfg["num_classes"])
     return model
 
 
@@ -236,18 +159,31 @@ def _build_timm(base: Base, pretrained: bool) -> nn.Module:
 
 
 def _timm_arguments(model: nn.Module, config: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments in which a timm model differs from its default, as far as it shows."""
+    """Return the arguments of a timm model that can be read off it and may differ from its architecture's."""
     arguments: dict[str, Any] = {}
     classes = getattr(model, "num_classes", None)
-    if classes is not None and classes != config.get("num_classes"):
+    if isinstance(classes, int):
         arguments["num_classes"] = classes
-    size = getattr(getattr(model, "patch_embed", None), "img_size", None)
+    embed = getattr(model, "patch_embed", None)
+    size = getattr(embed, "img_size", None)
     if size is not None and tuple(size) != tuple(config.get("input_size", ())[1:]):
         arguments["img_size"] = list(size)
-    pool = getattr(model, "global_pool", None)
-    if isinstance(pool, str) and config.get("pool_size") is None and pool != "token":
-        arguments["global_pool"] = pool
+    channels = _channels(model)
+    if channels not in (None, config.get("input_size", (3,))[0]):
+        arguments["in_chans"] = channels
+    if getattr(model, "dynamic_img_size", False):
+        arguments["dynamic_img_size"] = True
+    rates = [vars(module)["drop_prob"] for module in model.modules() if type(module).__name__ == "DropPath"]
+    if rates:  # they grow from block to block up to the rate that was asked for
+        arguments["drop_path_rate"] = float(max(rates))
     return arguments
+
+
+def _channels(model: nn.Module) -> int | None:
+    """Return the channels of the images as the first layer tells, where that is a plain patch embedding."""
+    embed = getattr(model, "patch_embed", None)
+    is_plain = type(embed).__name__ == "PatchEmbed" and isinstance(embed.proj, nn.Conv2d)  # type: ignore[union-attr]
+    return embed.proj.in_channels if is_plain else None  # type: ignore[union-attr]
 
 
 def _is_hf(model: nn.Module) -> bool:
@@ -263,7 +199,7 @@ def _transformers() -> Any:
     return transformers
 
 
-def _build_hf(base: Base, pretrained: bool) -> nn.Module:
+def _build_hf(base: Base) -> nn.Module:
     transformers = _transformers()
     model_class = getattr(transformers, base.name, None) if base.name.isidentifier() else None
     is_model = isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel)
@@ -274,14 +210,23 @@ def _build_hf(base: Base, pretrained: bool) -> nn.Module:
     return model
 
 
-def _create_hf(name: str, pretrained: bool, num_classes: int | None, img_size: int | None) -> tuple[Base, nn.Module]:
+def _hf_arguments(config: Any) -> dict[str, Any]:
+    arguments = _plain(config.to_diff_dict())
+    if config._attn_implementation not in (None, "sdpa"):
+        arguments["attn_implementation"] = config._attn_implementation
+    return arguments
+
+
+def _create_hf(
+    name: str, pretrained: bool, is_empty: bool, num_classes: int | None, img_size: int | None
+) -> tuple[Base, nn.Module]:
     transformers = _transformers()
     changes = {"num_labels": num_classes, "image_size": img_size}
     changes = {key: value for key, value in changes.items() if value is not None}
     config = _hf_config(transformers, name, changes)
-    base = Base("transformers", _hf_class(transformers, config), _plain(config.to_diff_dict()))
+    base = Base("transformers", _hf_class(transformers, config), _hf_arguments(config))
     if not (pretrained or Path(name).is_dir()):
-        return base, build(base)
+        return base, build(base, is_empty=is_empty)
     model_class = getattr(transformers, base.name)
     given = {"num_classes": num_classes, "img_size": img_size}
     sizes = ", ".join(f"{key}={value}" for key, value in given.items() if value is not None)
@@ -352,8 +297,3 @@ def _plain(values: dict[str, Any]) -> dict[str, Any]:
     """Return ``values`` as they are after a trip through JSON."""
     plain: dict[str, Any] = json.loads(json.dumps(values, default=str))
     return plain
-
-
-def first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__

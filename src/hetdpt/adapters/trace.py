@@ -10,7 +10,6 @@ import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import _lru_cache_wrapper
 from types import CellType, FunctionType
@@ -22,7 +21,8 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hetdpt.errors import ModelError
+from hetdpt.errors import ModelError, first_line
+from hetdpt.modules import clone
 
 Watch = Callable[[nn.Module, dict[str, Tensor], Tensor], AbstractContextManager[object]]
 IMAGE = 0  # index of the node that stands for the model's input
@@ -162,16 +162,19 @@ def dry_run(model: nn.Module, shape: tuple[int, ...], watch: Watch) -> None:
     real zeros. ``ModelError`` says what the model has against such images.
     """
     try:
-        copy = clone(model).eval()  # some models keep what they computed; a stand-in must not stay in them
-        # inference mode hands operators to a dispatch mode undecomposed
-        with torch.inference_mode(False), _silent_fakes(model), FakeTensorMode(allow_non_fake_inputs=True):
-            _run_on_stand_ins(copy, shape, watch)
-    except DataDependentOutputException:
-        _run_on_stand_ins(clone(model).eval(), shape, watch)
-    except (RuntimeError, ValueError, TypeError, AssertionError) as error:
+        try:
+            copy = clone(model).eval()  # some models keep what they computed; a stand-in must not stay in them
+            # inference mode hands operators to a dispatch mode undecomposed
+            with torch.inference_mode(False), _silent_fakes(model), FakeTensorMode(allow_non_fake_inputs=True):
+                _run_on_stand_ins(copy, shape, watch)
+        except DataDependentOutputException:
+            _run_on_stand_ins(clone(model).eval(), shape, watch)
+    except Exception as error:  # whatever a model raises on images it does not take
         size = " x ".join(str(side) for side in shape[1:])
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ModelError(f"{type(model).__name__} does not take images of {size}: {reason}") from error
+        raise ModelError(
+            f"{type(model).__name__} does not take images of {size}: {first_line(error)}; "
+            "if they should be of another size, pass input_size=(C, H, W)"
+        ) from error
 
 
 @contextmanager
@@ -195,12 +198,6 @@ def _caches(model: nn.Module) -> Iterator[_lru_cache_wrapper[Any]]:
         cells = value.__closure__ or () if isinstance(value, FunctionType) else ()
         inner = [cell.cell_contents for cell in cells if cell != CellType()]
         yield from (function for function in (value, *inner) if isinstance(function, _lru_cache_wrapper))
-
-
-def clone(model: nn.Module) -> nn.Module:
-    """Return a copy of the modules of ``model`` around the very same tensors."""
-    tensors = (*model.parameters(), *model.buffers())
-    return deepcopy(model, {id(tensor): tensor for tensor in tensors})
 
 
 @torch.no_grad()

@@ -11,15 +11,29 @@ from typing import Any
 
 from torch import nn
 
-from hetdpt.adapters.models import first_line, load_timm_weights, register_with_timm
-from hetdpt.errors import FileError
+from hetdpt.adapters.timm_hub import load_timm_weights, register_with_timm, reset_timm_classifier
+from hetdpt.errors import FileError, ModelError, first_line
 from hetdpt.export.saved import RECIPE, Recipe, load
 
 
-def hetdpt(pretrained: bool = False, pretrained_cfg: Any = None, recipe: Any = None, **_: Any) -> nn.Module:
+def hetdpt(
+    pretrained: bool = False,
+    pretrained_cfg: Any = None,
+    recipe: Any = None,
+    num_classes: int | None = None,
+    pretrained_cfg_overlay: Any = None,
+    cache_dir: Any = None,
+    **others: Any,
+) -> nn.Module:
     """Entry point of timm: the pruned model of a saved directory or hub repository, with or without its weights."""
+    if others:
+        raise ModelError(f"a pruned model is built as it was saved; of timm's arguments, leave out {', '.join(others)}")
     model = Recipe.from_dict(recipe, "config.json").build(is_empty=False)
-    return load_timm_weights(model, pretrained_cfg) if pretrained else model
+    if pretrained:
+        load_timm_weights(model, pretrained_cfg)
+    if num_classes is not None and num_classes != model.num_classes:
+        reset_timm_classifier(model, num_classes)
+    return model
 
 
 register_with_timm(hetdpt)

@@ -10,11 +10,11 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from hetdpt.adapters.models import evaluating, first_line, input_size_of, unfuse_
-from hetdpt.adapters.trace import clone
-from hetdpt.errors import ModelError
+from hetdpt.adapters.models import input_size_of, unfuse_
+from hetdpt.errors import FileError, ModelError, first_line
 from hetdpt.files import require_new
 from hetdpt.measurement.agreement import outputs_of
+from hetdpt.modules import clone, evaluating, random_images
 from hetdpt.surgery import gates_of, record_of
 
 BATCHES = (1, 3)  # one is traced with neither, so the batch is shown to be dynamic
@@ -47,14 +47,16 @@ def export_onnx(
     input_size: tuple[int, int, int] | None = None,
     *,
     overwrite: bool = False,
-    tolerance: float = 1e-3,
+    tolerance: float | None = None,
 ) -> OnnxExport:
     """Write ``model`` as one ONNX file with a dynamic batch and return how far ONNX Runtime is from torch.
 
-    A relative difference above ``tolerance`` is an error, and nothing is left behind.
+    A relative difference above ``tolerance`` (1e-3, or 2e-2 in half precision) is an error, and nothing is left behind.
     """
     target = Path(path)
     require_new(target, overwrite)
+    if target.is_dir():
+        raise FileError(f"{target} is a directory; give the name of a file, such as {target / 'model.onnx'}")
     if gates_of(model):
         raise ModelError("this model has gates on its layers; call restore_(model) before exporting it")
     record = record_of(model)
@@ -62,7 +64,10 @@ def export_onnx(
     target.parent.mkdir(parents=True, exist_ok=True)
     scratch = target.with_name(f".{target.name}.{os.getpid()}")
     weight = next(model.parameters())
-    images = torch.randn(2, *size, generator=torch.Generator().manual_seed(0)).to(weight)
+    if weight.is_meta:
+        raise ModelError("this model cannot be exported: it has no weights (its parameters are on the meta device)")
+    tolerance = tolerance or (1e-3 if weight.dtype == torch.float32 else 2e-2)
+    images = random_images(model, size, 2)
     try:
         with evaluating(model):
             _export(unfuse_(clone(model)), images, scratch)

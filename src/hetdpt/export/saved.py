@@ -17,13 +17,16 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from hetdpt.adapters.models import Base, base_of, build, check_fit, create, input_size_of, timm_config
-from hetdpt.errors import FileError, ModelError
+from hetdpt.adapters.checkpoints import check_fit
+from hetdpt.adapters.models import Base, base_of, build, create, input_size_of, unfuse_
+from hetdpt.adapters.timm_hub import timm_config
+from hetdpt.errors import FileError, HetDPTError, ModelError
 from hetdpt.export.card import model_card
 from hetdpt.files import new_directory, read_sealed_json, sha256, write_sealed_json
 from hetdpt.measurement.agreement import relative_difference
+from hetdpt.modules import clone
 from hetdpt.plan import Plan
-from hetdpt.surgery import gates_of, merge_, prune_, record_of
+from hetdpt.surgery import gates_of, merge_blocks_, prune_, record_of
 
 RECIPE, WEIGHTS, CARD, TIMM_CONFIG = "hetdpt.json", "model.safetensors", "README.md", "config.json"
 FORMAT = 1
@@ -35,8 +38,8 @@ class Recipe:
 
     base: Base
     plan: Plan
-    is_merged: bool
-    has_folded_norms: bool
+    merged: tuple[int, ...]
+    folded_norms: tuple[int, ...]
     input_size: tuple[int, int, int]
     dtype: str
 
@@ -46,9 +49,8 @@ class Recipe:
         dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
         base = base or base_of(model)
         if record is None:
-            return cls(base, Plan(), False, False, input_size_of(model), dtype)
-        size = record.survey.input_size
-        return cls(base, record.plan, record.is_merged, record.has_folded_norms, size, dtype)
+            return cls(base, Plan(), (), (), input_size_of(model), dtype)
+        return cls(base, record.plan, record.merged, record.folded_norms, record.survey.input_size, dtype)
 
     @classmethod
     def from_dict(cls, values: Any, name: str) -> Recipe:
@@ -56,8 +58,8 @@ class Recipe:
             return cls(
                 base=Base.from_dict(values["base"]),
                 plan=Plan.from_dict(values["plan"]),
-                is_merged=bool(values["is_merged"]),
-                has_folded_norms=bool(values["has_folded_norms"]),
+                merged=tuple(int(block) for block in values["merged"]),
+                folded_norms=tuple(int(block) for block in values["folded_norms"]),
                 input_size=(int(values["input_size"][0]), int(values["input_size"][1]), int(values["input_size"][2])),
                 dtype=str(values["dtype"]),
             )
@@ -68,8 +70,8 @@ class Recipe:
         """Return the pruned model; ``is_empty`` leaves its parameters without values."""
         model = build(self.base, is_empty=is_empty)
         if len(self.plan):
-            prune_(model, self.plan, self.input_size)
-        return merge_(model, self.has_folded_norms) if self.is_merged else model
+            merge_blocks_(prune_(model, self.plan, self.input_size), self.merged, self.folded_norms)
+        return model
 
 
 def save(model: nn.Module, directory: str | Path, *, base: Base | None = None, overwrite: bool = False) -> Path:
@@ -151,18 +153,34 @@ def versions() -> dict[str, str]:
 
 
 def _require_same(model: nn.Module, recipe: Recipe) -> None:
-    """Raise unless a model built from ``recipe`` around the same weights computes the same."""
+    """Raise unless a model built from ``recipe`` around the same weights has the same modules and computes the same."""
     hint = (
-        f"rebuilt from {recipe.base.name} with {recipe.base.arguments} it would not be the same; pass "
+        f"built again from {recipe.base.name} it would not be the same; pass "
         "base=hetdpt.Base(library, name, arguments) with the arguments the model was made with"
     )
+    weight = next(model.parameters())
+    if weight.is_meta:
+        raise ModelError("this model cannot be saved: it has no weights (its parameters are on the meta device)")
     try:
-        twin = with_weights(recipe, model.state_dict(), "this model")
-    except (FileError, ModelError) as error:
+        twin = with_weights(recipe, model.state_dict(), "its state dict")
+    except HetDPTError as error:
         raise ModelError(f"this model cannot be saved: {error}; {hint}") from None
-    tolerance = 0.0 if next(model.parameters()).is_cpu else 1e-4  # kernels of a GPU may differ from run to run
-    if not relative_difference(model, twin, recipe.input_size, batch=1) <= tolerance:
+    if name := _first_different_module(model, twin):
+        raise ModelError(f"this model cannot be saved: its {name} does not show in its recipe, and {hint}")
+    tolerance = 0.0 if weight.is_cpu else 1e-4  # kernels of a GPU may differ from run to run
+    pair = unfuse_(clone(model)), unfuse_(twin)  # how attention is computed is not part of the function
+    if not relative_difference(*pair, recipe.input_size, batch=1) <= tolerance:
         raise ModelError(f"this model cannot be saved: {hint}")
+
+
+def _first_different_module(model: nn.Module, twin: nn.Module) -> str | None:
+    """Return the path of the first module that is of another class or prints other settings (dropout rates, ...)."""
+    others = dict(twin.named_modules())
+    for path, module in model.named_modules():
+        other = others.get(path, twin)
+        if type(other) is not type(module) or other.extra_repr() != module.extra_repr():
+            return f"{path or 'model'} ({type(module).__name__})"
+    return None
 
 
 def _storable(state: dict[str, Tensor]) -> dict[str, Tensor]:

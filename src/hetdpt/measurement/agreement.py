@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from hetdpt.adapters.models import evaluating
+from hetdpt.modules import evaluating, random_images
 
 
 def outputs_of(model: nn.Module, images: Tensor) -> list[Tensor]:
@@ -16,9 +16,14 @@ def outputs_of(model: nn.Module, images: Tensor) -> list[Tensor]:
 
 @torch.no_grad()
 def relative_difference(one: nn.Module, other: nn.Module, input_size: tuple[int, int, int], batch: int = 4) -> float:
-    """Return the largest difference of outputs over the largest output, both in eval mode on random images."""
-    weight = next(one.parameters())
-    images = torch.randn(batch, *input_size, generator=torch.Generator().manual_seed(0)).to(weight)
-    with evaluating(one), evaluating(other):
+    """Return the largest difference of outputs over the largest output, in eval mode on random images.
+
+    NaN where an output is; infinity where the outputs have different shapes.
+    """
+    images = random_images(one, input_size, batch)
+    with evaluating(one, other):
         pairs = list(zip(outputs_of(one, images), outputs_of(other, images), strict=True))
-    return max(((a - b).abs().max() / a.abs().max().clamp(min=1e-30)).item() for a, b in pairs)
+    differences = [(a - b).abs().max() / a.abs().max().clamp(min=1e-30) for a, b in pairs if a.shape == b.shape]
+    if len(differences) < len(pairs):
+        return float("inf")
+    return torch.stack(differences).max().item()

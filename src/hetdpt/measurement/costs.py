@@ -36,8 +36,8 @@ def count_macs(
     >>> count_macs(timm.create_model("deit_small_patch16_224"))
     4598882304
     """
-    by_op = _macs_by_op(model, input_size)
-    return sum(macs for op, macs in by_op.items() if attention_products or not _is_product(op))
+    costs = Costs.of(model, input_size)
+    return costs.macs if attention_products else costs.macs_without_attention_products
 
 
 def _macs_by_op(model: nn.Module, input_size: tuple[int, int, int]) -> dict[Any, int]:

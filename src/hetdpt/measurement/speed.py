@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hetdpt.adapters.models import evaluating, input_size_of
-from hetdpt.adapters.trace import clone
+from hetdpt.adapters.models import input_size_of
 from hetdpt.errors import MeasureError
+from hetdpt.modules import clone, evaluating, random_images
 from hetdpt.plan import Measurement, Plan, Site
 from hetdpt.surgery import InputSize, merge_, prune_, record_of, sites, survey_of
 
@@ -91,9 +91,7 @@ def measure_throughput(
         raise MeasureError("measure_throughput needs at least one model, such as {'dense': model}")
     images = _images(first, input_size, batch)
     calls = {name: partial(model, images) for name, model in models.items()}
-    with ExitStack() as stack:
-        for model in models.values():
-            stack.enter_context(evaluating(model))
+    with evaluating(*models.values()):
         times = _interleave(calls, images.device, Rounds(runs, warmup, seconds), progress)
     speeds = {name: len(images) / row for name, row in times.items()}
     baseline = next(iter(times.values()))
@@ -121,35 +119,56 @@ def latency_table(
     """
     images = _images(model, input_size, batch)
     rounds = Rounds(runs, warmup)
+    known = _with_record(model, removal, input_size)
     with evaluating(model):
-        owners = _owners(model, removal, input_size)
+        owners = _owners(known)
         inputs = _inputs_of(model, owners, images)
         whole = _interleave({"dense": partial(model, images)}, images.device, rounds)["dense"]
         savings: list[Saving] = []
-        for done, (owner, sites) in enumerate(owners.items(), 1):
-            variants = {site: _without(model, site, removal, input_size).get_submodule(owner) for site in sites}
-            blocks = {"dense": model.get_submodule(owner), **{site.path: block for site, block in variants.items()}}
-            args, kwargs = inputs[owner]
-            calls = {name: partial(block, *args, **kwargs) for name, block in blocks.items()}
-            times = {name: 1e3 * row for name, row in _interleave(calls, images.device, rounds).items()}
-            savings += [
-                Saving(site, _measurement("saved", times["dense"] - times[site.path], "ms", images)) for site in sites
-            ]
+        for done, (owner, offered) in enumerate(owners.items(), 1):
+            savings += _savings(known, owner, offered, inputs[owner], images, rounds)
             if progress:
                 progress(done, len(owners))
-        breakdown = _breakdown(model, images, runs)
+        breakdown = _breakdown(model, _kinds(known), images, runs)
     return LatencyTable(_measurement("latency", 1e3 * whole, "ms", images), savings, breakdown)
 
 
-def _owners(model: nn.Module, removal: Removal, input_size: InputSize | None) -> dict[str, list[Site]]:
-    """Return the sites that ``removal`` can remove, by the module that holds their residual branch."""
-    left = sites(model, input_size)
-    style = Plan(removal=removal).styles[1]
+def _with_record(model: nn.Module, removal: Removal, input_size: InputSize | None) -> nn.Module:
+    """Return a copy of ``model`` that knows its sites, so that they are looked for only once."""
+    record = record_of(model)
+    return prune_(clone(model), Plan(removal=record.plan.removal if record else removal), input_size)
+
+
+def _savings(
+    model: nn.Module, owner: str, offered: list[Site], given: tuple[Any, Any], images: Tensor, rounds: Rounds
+) -> list[Saving]:
+    """Return what each site saves of its block, all variants of the block taking turns."""
+    blocks = {site.path: _without(model, site).get_submodule(owner) for site in offered}
+    blocks["dense"] = model.get_submodule(owner)
+    calls = {name: partial(block, *given[0], **given[1]) for name, block in blocks.items()}
+    with evaluating(*blocks.values()):
+        times = {name: 1e3 * row for name, row in _interleave(calls, images.device, rounds).items()}
+    saved = {site: times["dense"] - times[site.path] for site in offered}
+    return [Saving(site, _measurement("saved", row, "ms", images)) for site, row in saved.items()]
+
+
+def _owners(model: nn.Module) -> dict[str, list[Site]]:
+    """Return the sites that the model's removal style can remove, by the module that holds their residual branch."""
+    record = record_of(model)
+    assert record is not None
+    left = sites(model)
     owners: dict[str, list[Site]] = {}
-    for handle in survey_of(model, input_size).handles:
-        if handle.site in left and (not handle.site.is_gated or style == "drop"):
+    for handle in record.survey.handles:
+        if handle.site in left and (not handle.site.is_gated or record.plan.styles[1] == "drop"):
             owners.setdefault(handle.owner, []).append(handle.site)
     return owners
+
+
+def _without(model: nn.Module, site: Site) -> nn.Module:
+    record = record_of(model)
+    assert record is not None
+    plan = Plan(**{site.kind: (site.block,)}, removal=record.plan.removal)  # type: ignore[arg-type]
+    return merge_(prune_(clone(model), plan))
 
 
 @torch.inference_mode()
@@ -168,21 +187,11 @@ def _inputs_of(model: nn.Module, paths: Iterable[str], images: Tensor) -> dict[s
     return inputs
 
 
-def _without(model: nn.Module, site: Site, removal: Removal, input_size: InputSize | None) -> nn.Module:
-    record = record_of(model)
-    removal = record.plan.removal if record else removal
-    plan = Plan(**{site.kind: (site.block,)}, removal=removal)  # type: ignore[arg-type]
-    return merge_(prune_(clone(model), plan, input_size))
-
-
 def _images(model: nn.Module, input_size: InputSize | None, batch: int | None) -> Tensor:
     weight = next(model.parameters())
     if weight.is_meta:
         raise MeasureError("this model has no weights (its parameters are on the meta device); load them first")
-    batch = batch or (256 if weight.device.type == "cuda" else 8)
-    generator = torch.Generator().manual_seed(0)
-    images = torch.randn(batch, *(input_size or input_size_of(model)), generator=generator)
-    return images.to(weight)
+    return random_images(model, input_size or input_size_of(model), batch or (8 if weight.is_cpu else 256))
 
 
 def synchronize(device: torch.device) -> None:
@@ -256,9 +265,8 @@ def _kinds(model: nn.Module) -> dict[str, str]:
 
 
 @torch.inference_mode()
-def _breakdown(model: nn.Module, images: Tensor, runs: int) -> dict[str, Measurement]:
+def _breakdown(model: nn.Module, kinds: dict[str, str], images: Tensor, runs: int) -> dict[str, Measurement]:
     """Return the time of one batch by kind of layer; what no kind claims is ``other``."""
-    kinds = _kinds(model)
     rows: list[dict[str, float]] = []
     for _ in range(runs):
         spent = dict.fromkeys(kinds.values(), 0.0)

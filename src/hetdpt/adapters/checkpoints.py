@@ -1,0 +1,50 @@
+"""Checkpoints: read without running code, and required to fit exactly."""
+
+from __future__ import annotations
+
+import pickle
+import warnings
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from hetdpt.errors import FileError, first_line
+
+
+def load_weights(model: nn.Module, path: Path) -> nn.Module:
+    """Load a checkpoint (safetensors, or a torch file without code) that fits ``model`` exactly."""
+    from timm.models import load_state_dict
+
+    if not path.is_file():
+        raise FileError(f"the checkpoint {path} does not exist; give a .safetensors or .pth file")
+    try:
+        with warnings.catch_warnings(action="ignore"):  # torch's, on a pickle it goes on to refuse
+            state = load_state_dict(str(path), weights_only=True)
+    except Exception as error:  # what torch and timm raise on a file that is no checkpoint is of many classes
+        why = first_line(error)
+        if isinstance(error.__cause__ or error, pickle.UnpicklingError):
+            why = "it holds other objects than tensors, which could run code"
+        elif isinstance(error, KeyError | AttributeError | TypeError):
+            why = "it is no dictionary of tensors"
+        raise FileError(f"the checkpoint {path} cannot be read: {why}; give a whole file with a state dict") from None
+    if not all(isinstance(value, Tensor) for value in state.values()):
+        raise FileError(f"the checkpoint {path} holds other things than tensors by name; save its state_dict alone")
+    check_fit(model.state_dict(), state, str(path))
+    model.load_state_dict(state)
+    return model
+
+
+def check_fit(expected: dict[str, Any], given: dict[str, Any], name: str) -> None:
+    """Raise ``FileError`` naming the first tensor of ``given`` that is missing, unknown or of another shape."""
+    for key in expected:
+        if key not in given:
+            raise FileError(f"{name} does not fit the model: {key} is missing; was it saved from another model?")
+        shapes = tuple(expected[key].shape), tuple(given[key].shape)
+        if shapes[0] != shapes[1]:
+            raise FileError(
+                f"{name} does not fit the model: {key} should be {shapes[0]} and is {shapes[1]}; "
+                "check the model's name, number of classes and image size"
+            )
+    if unknown := [key for key in given if key not in expected]:
+        raise FileError(f"{name} does not fit the model: it has {unknown[0]}, which the model lacks")
