@@ -180,10 +180,10 @@ def _timm_arguments(model: nn.Module, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _channels(model: nn.Module) -> int | None:
-    """Return the channels of the images as the first layer tells, where that is a plain patch embedding."""
+    """Return the channels of the images as the first layer tells, where that is timm's plain patch embedding."""
     embed = getattr(model, "patch_embed", None)
-    is_plain = type(embed).__name__ == "PatchEmbed" and isinstance(embed.proj, nn.Conv2d)  # type: ignore[union-attr]
-    return embed.proj.in_channels if is_plain else None  # type: ignore[union-attr]
+    is_plain = type(embed).__module__ == "timm.layers.patch_embed" and type(embed).__name__ == "PatchEmbed"
+    return int(embed.proj.in_channels) if is_plain else None  # type: ignore[union-attr,arg-type]
 
 
 def _is_hf(model: nn.Module) -> bool:
