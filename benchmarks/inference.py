@@ -11,12 +11,16 @@ import argparse
 import json
 import platform
 import statistics
+import sys
 import time
 from pathlib import Path
+from typing import Any
 
+# isort: off
 import hetdpt  # before timm: cures torchvision where its operators do not load
-
 import timm
+
+# isort: on
 import torch
 from torch import nn
 
@@ -24,6 +28,8 @@ from hetdpt.export.saved import versions
 from hetdpt.measurement.costs import Costs
 from hetdpt.measurement.speed import synchronize
 
+EFFICIENCY, GATE_COST = 0.95, 1.03
+GATES = "gated / plain training step"
 PLANS = {
     "paper/deit_small-6": "deit_small_distilled_patch16_224",
     "paper/deit_small-8": "deit_small_distilled_patch16_224",
@@ -32,7 +38,7 @@ PLANS = {
 }
 
 
-def speed_of_plan(name: str, batch: int, runs: int) -> dict[str, object]:
+def speed_of_plan(name: str, batch: int, runs: int) -> dict[str, Any]:
     """Return dense and pruned throughput of one plan, its speedup, and how much of the MAC ratio that is."""
     dense = timm.create_model(PLANS[name]).eval()
     pruned = hetdpt.merge_(hetdpt.prune_(timm.create_model(PLANS[name]).eval(), hetdpt.published_plan(name)))
@@ -49,7 +55,7 @@ def speed_of_plan(name: str, batch: int, runs: int) -> dict[str, object]:
     }
 
 
-def cost_of_gates(batch: int, runs: int) -> dict[str, object]:
+def cost_of_gates(batch: int, runs: int) -> dict[str, Any]:
     """Return the time of a gated training step over that of an ungated one, DeiT-S, forward, backward and SGD."""
     models = {"plain": timm.create_model("deit_small_patch16_224")}
     models["gated"] = hetdpt.gate_(timm.create_model("deit_small_patch16_224"))
@@ -64,7 +70,7 @@ def cost_of_gates(batch: int, runs: int) -> dict[str, object]:
             if turn >= 0:
                 times[name].append(time.perf_counter() - start)
     ratios = [gated / plain for gated, plain in zip(times["gated"], times["plain"], strict=True)]
-    return {"gated / plain training step": round(statistics.median(ratios), 4), "batch": batch, "runs": runs}
+    return {GATES: round(statistics.median(ratios), 4), "batch": batch, "runs": runs}
 
 
 def _training_step(model: nn.Module, batch: int):  # type: ignore[no-untyped-def]
@@ -103,6 +109,9 @@ def main() -> None:
     }
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(found, indent=1) + "\n")
+    short = [row["plan"] for row in rows if row["efficiency"] < EFFICIENCY]
+    if short or gates[GATES] > GATE_COST:
+        sys.exit(f"below what is asked for: {short or ''} {GATES} {gates[GATES]}")
 
 
 if __name__ == "__main__":

@@ -63,7 +63,9 @@ def imports(path: Path) -> set[str]:
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path} imports relatively"
-            found.add(node.module or "")
+            found |= (
+                {f"hetdpt.{alias.name}" for alias in node.names} if node.module == "hetdpt" else {node.module or ""}
+            )
     return found
 
 

@@ -234,6 +234,7 @@ def demo(
     typer.echo(f"{MODEL} under {PLAN} (random weights: speed and size, not accuracy)")
     with _progress("timing", quiet) as progress:
         found = demonstrate(out, runs, progress)
+    _print_sites(found.sites, found.plan, None)
     _print_costs({"dense": found.dense, "pruned": found.pruned})
     for name, value in found.speed.throughput.items():
         typer.echo(f"{name}: {value}")

@@ -13,8 +13,9 @@ from hetdpt.measurement.agreement import relative_difference
 from hetdpt.measurement.costs import Costs
 from hetdpt.measurement.speed import Comparison, Progress, measure_throughput
 from hetdpt.modules import clone
+from hetdpt.plan import Plan, Site
 from hetdpt.published import published_plan
-from hetdpt.surgery import merge_, prune_
+from hetdpt.surgery import merge_, prune_, sites
 
 MODEL, PLAN = "deit_small_distilled_patch16_224", "paper/deit_small-8"
 
@@ -23,6 +24,8 @@ MODEL, PLAN = "deit_small_distilled_patch16_224", "paper/deit_small-8"
 class Demonstration:
     """What the demonstration found."""
 
+    sites: list[Site]
+    plan: Plan
     dense: Costs
     pruned: Costs
     speed: Comparison
@@ -42,6 +45,8 @@ def demonstrate(directory: Path, runs: int = 20, progress: Progress | None = Non
     speed = measure_throughput({"dense": dense, "pruned": merged}, size, runs=runs, warmup=3, progress=progress)
     save(merged, directory, overwrite=True)
     return Demonstration(
+        sites=sites(dense),
+        plan=published_plan(PLAN),
         dense=Costs.of(dense, size),
         pruned=Costs.of(merged, size),
         speed=speed,

@@ -183,7 +183,7 @@ def _channels(model: nn.Module) -> int | None:
     """Return the channels of the images as the first layer tells, where that is timm's plain patch embedding."""
     embed = getattr(model, "patch_embed", None)
     is_plain = type(embed).__module__ == "timm.layers.patch_embed" and type(embed).__name__ == "PatchEmbed"
-    return int(embed.proj.in_channels) if is_plain else None  # type: ignore[union-attr,arg-type]
+    return int(embed.proj.in_channels) if is_plain else None  # type: ignore[union-attr]
 
 
 def _is_hf(model: nn.Module) -> bool:
