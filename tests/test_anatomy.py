@@ -50,6 +50,17 @@ class ToyBlock(nn.Module):
 SIZE = (3, 32, 32)
 
 
+def check_contract(model: nn.Module, plan: hetdpt.Plan) -> None:
+    """Gated == pruned == merged on random images; the model is left merged."""
+    images = torch.randn(2, *SIZE)
+    with torch.no_grad():
+        gated = hetdpt.gate_(model, plan, SIZE)(images)
+        pruned = hetdpt.prune_(hetdpt.restore_(model), plan, SIZE)(images)
+        merged = hetdpt.merge_(model)(images)
+    assert torch.equal(gated, pruned)
+    torch.testing.assert_close(merged, pruned, rtol=1e-5, atol=1e-6)  # one float32 rounding
+
+
 class Scaled(nn.Module):
     """One block whose FFN is scaled in a way of its own; ``scale`` gets the output and the parameter."""
 
@@ -86,16 +97,42 @@ SCALES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 @pytest.mark.parametrize("is_shared", [False, True], ids=["own", "shared"])
 @pytest.mark.parametrize("name", SCALES)
 def test_only_what_is_a_layer_scale_is_folded(name: str, is_shared: bool) -> None:
-    model, images = Scaled(SCALES[name], is_shared).eval(), torch.randn(2, *SIZE)
-    plan = hetdpt.Plan((0,), (0,))
-    with torch.no_grad():
-        gated = hetdpt.gate_(model, plan, SIZE)(images)
-        pruned = hetdpt.prune_(hetdpt.restore_(model), plan, SIZE)(images)
-        merged = hetdpt.merge_(model)(images)
-    assert torch.equal(gated, pruned)
-    torch.testing.assert_close(merged, pruned, rtol=1e-5, atol=1e-6)  # one float32 rounding
+    model = Scaled(SCALES[name], is_shared).eval()
+    check_contract(model, hetdpt.Plan((0,), (0,)))
     is_folded = "gamma" not in dict(model.named_parameters())
     assert is_folded == (name in ("layer scale", "reshaped") and not is_shared)
+
+
+class Telling(nn.Module):
+    """An attention that also returns a number nobody could guess."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.MultiheadAttention(16, 2, batch_first=True)
+
+    def forward(self, z: Tensor) -> tuple[Tensor, float]:
+        return self.inner(z, z, z, need_weights=False)[0], 0.25
+
+
+class Told(Scaled):
+    def __init__(self) -> None:
+        super().__init__(SCALES["layer scale"])
+        self.attention = Telling()
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.embed(images).flatten(2).transpose(1, 2)
+        attended, number = self.attention(self.norm(x))
+        x = x + attended
+        return number * (x + self.ffn(x))
+
+
+def test_what_cannot_be_known_without_running_is_refused() -> None:
+    assert "also returns 0.25, which cannot be known without running it" in survey(Told(), SIZE).refusals[0]
+
+
+def test_a_model_that_does_not_say_its_image_size() -> None:
+    with pytest.raises(ModelError, match="Toy does not say its image size, as a vision model would"):
+        hetdpt.sites(Toy())
 
 
 class InPlace(Scaled):
@@ -114,7 +151,7 @@ def test_a_sum_into_the_branch_is_refused() -> None:
 
 
 def test_a_model_of_no_library_is_found_by_its_structure() -> None:
-    model, images = Toy().eval(), torch.randn(2, *SIZE)
+    model = Toy().eval()
     sites = hetdpt.sites(model, SIZE)
     assert [(site.kind, site.block, site.path) for site in sites] == [
         ("attention", 0, "blocks.0.attention"),
@@ -122,13 +159,7 @@ def test_a_model_of_no_library_is_found_by_its_structure() -> None:
         ("attention", 1, "blocks.1.attention"),
         ("activation", 1, "blocks.1.ffn.1"),
     ]
-    plan = hetdpt.Plan((0,), (1,))
-    with torch.no_grad():
-        gated = hetdpt.gate_(model, plan, SIZE)(images)
-        pruned = hetdpt.prune_(hetdpt.restore_(model), plan, SIZE)(images)
-        merged = hetdpt.merge_(model)(images)
-    assert torch.equal(gated, pruned)
-    torch.testing.assert_close(merged, pruned, rtol=1e-5, atol=1e-6)  # one float32 rounding
+    check_contract(model, hetdpt.Plan((0,), (1,)))
 
 
 def test_shared_blocks_are_not_offered() -> None:

@@ -63,9 +63,8 @@ def imports(path: Path) -> set[str]:
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path} imports relatively"
-            found |= (
-                {f"hetdpt.{alias.name}" for alias in node.names} if node.module == "hetdpt" else {node.module or ""}
-            )
+            names = [alias.name for alias in node.names if not alias.name.startswith("__")]
+            found |= {f"hetdpt.{name}" for name in names} if node.module == "hetdpt" else {node.module or ""}
     return found
 
 
