@@ -59,7 +59,8 @@ class Reading:
 
     def __init__(self, model: nn.Module, trace: Trace) -> None:
         self.nodes = trace.nodes
-        self.calls = sorted(trace.calls, key=lambda call: (call.start, -call.stop))
+        # outer before inner, also where both ran the very same nodes
+        self.calls = sorted(trace.calls, key=lambda call: (call.start, -call.stop, len(call.path)))
         self.consumers = trace.consumers()
         self.times_called = Counter(call.path for call in trace.calls)
         self.modules = dict(model.named_modules())
