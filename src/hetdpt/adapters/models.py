@@ -99,7 +99,10 @@ def base_of(model: nn.Module) -> Base:
     config = getattr(model, "pretrained_cfg", None)
     if isinstance(config, dict) and config.get("architecture") and (base is None or base.library == "timm"):
         known = base or Base("timm", config["architecture"])
-        return Base("timm", known.name, {**known.arguments, **_timm_arguments(model, config)})
+        shown = _timm_arguments(model, config)
+        if "drop_path_rate" in known.arguments:  # what shows is less once the last block has lost its branches
+            shown.pop("drop_path_rate", None)
+        return Base("timm", known.name, {**known.arguments, **shown})
     if _is_hf(model):
         return Base("transformers", type(model).__name__, _hf_arguments(model.config))
     raise ModelError(
