@@ -192,7 +192,9 @@ def test_inspect_reads_a_saved_model(run: Run, saved: Path) -> None:
 
 
 def test_bench_as_json(run: Run, plan: Path) -> None:
-    values = run("bench", VIT, "--plan", plan, "--runs", 5, "--batch", 1, "--img-size", 32, "--json").values
+    values = run(
+        "bench", VIT, "--plan", plan, "--runs", 5, "--batch", 1, "--device", "cpu", "--img-size", 32, "--json"
+    ).values
     assert set(values) == {"throughput", "speedup", "mac_ratio"}
     assert list(values["throughput"]) == ["dense", "pruned"]
     assert all(value["value"] > 0 and value["runs"] == 5 for value in values["throughput"].values())
@@ -202,7 +204,7 @@ def test_bench_as_json(run: Run, plan: Path) -> None:
 
 
 def test_bench_prints_the_ratio_with_its_interval(run: Run, plan: Path) -> None:
-    out = run("bench", VIT, "--plan", plan, "--runs", 5, "--batch", 1, "--img-size", 32).out
+    out = run("bench", VIT, "--plan", plan, "--runs", 5, "--batch", 1, "--device", "cpu", "--img-size", 32).out
     assert re.search(r"\ndense: throughput \S+ ± \S+ img/s \(cpu, float32, batch 1\)\npruned: throughput ", out)
     assert re.search(r"\nspeedup [\d.]+x \[[\d.]+, [\d.]+\] measured, 1\.\d{3}x fewer MACs\n$", out)
 
@@ -390,6 +392,12 @@ def test_an_unknown_model_name(run: Run) -> None:
     text = f"timm has no model called 'tset_vit'; did you mean test_vit, test_vit4, test_vit3? {kinds}"
     run("inspect", "tset_vit").is_refused(text)
     run("inspect", "zzzzzz").is_refused(f"timm has no model called 'zzzzzz'; timm.list_models() lists them {kinds}")
+
+
+def test_a_device_that_is_not_there(run: Run, plan: Path) -> None:
+    text = r"device 'tpu' is not to be had here; there is (cuda, |mps, )*cpu"
+    run("bench", VIT, "--plan", plan, "--device", "tpu").is_refused_like(text)
+    run("inspect", VIT, "--latency", "--device", "tpu").is_refused_like(text)
 
 
 def test_a_model_without_sites(run: Run, plan: Path, tmp_path: Path) -> None:

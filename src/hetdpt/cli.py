@@ -18,7 +18,7 @@ from hetdpt.published import PREFIX, published_plan
 
 if TYPE_CHECKING:
     from hetdpt.measurement.costs import Costs
-    from hetdpt.measurement.speed import LatencyTable
+    from hetdpt.measurement.speed import Comparison, LatencyTable
 
 app = typer.Typer(
     help="Make Vision Transformers faster by removing attention layers and FFN activations.",
@@ -39,6 +39,7 @@ Pretrained = Annotated[bool, typer.Option("--pretrained", help="Download the lib
 Classes = Annotated[int | None, typer.Option("--num-classes", min=1, help="Number of classes of the head.")]
 ImgSize = Annotated[int | None, typer.Option("--img-size", min=1, help="Side of the images in pixels.")]
 Batch = Annotated[int | None, typer.Option(min=1, help="Images per batch: 256 on a GPU, 8 on a CPU by default.")]
+Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1 or mps: the fastest there is by default.")]
 Runs = Annotated[int, typer.Option(min=1, help="Rounds in which each model runs once.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="No progress bar.")]
@@ -74,13 +75,14 @@ def inspect(
     num_classes: Classes = None,
     img_size: ImgSize = None,
     batch: Batch = None,
+    device: Device = None,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
     """Show the blocks of a model, what can be removed, and what it costs before and after."""
     from hetdpt.export.saved import open_model
     from hetdpt.measurement.costs import Costs
-    from hetdpt.measurement.speed import latency_table
+    from hetdpt.measurement.speed import find_device, latency_table
     from hetdpt.modules import clone
     from hetdpt.surgery import merge_, prune_, sites, survey_of
 
@@ -91,8 +93,11 @@ def inspect(
     costs = {"dense": Costs.of(network, found.input_size)}
     if len(chosen):
         costs["pruned"] = Costs.of(merge_(prune_(clone(network), chosen)), found.input_size)
-    with _progress("timing", quiet or as_json) as progress:
-        table = latency_table(network, batch=batch, progress=progress) if latency else None
+    table = None
+    if latency:
+        network.to(find_device(device))
+        with _progress("timing", quiet or as_json) as progress:
+            table = latency_table(network, batch=batch, progress=progress)
     if as_json:
         return _print_json(
             model=model,
@@ -119,6 +124,7 @@ def bench(
     num_classes: Classes = None,
     img_size: ImgSize = None,
     batch: Batch = None,
+    device: Device = None,
     runs: Runs = 100,
     seconds: Annotated[float | None, typer.Option(help="Stop early after this time.")] = None,
     as_json: Json = False,
@@ -127,26 +133,26 @@ def bench(
     """Measure the speedup of a plan on this machine, dense and pruned taking turns."""
     from hetdpt.export.saved import open_model
     from hetdpt.measurement.costs import Costs
-    from hetdpt.measurement.speed import measure_throughput
+    from hetdpt.measurement.speed import find_device, measure_throughput
     from hetdpt.modules import clone
     from hetdpt.surgery import merge_, prune_, survey_of
 
     chosen = _read_plan(plan)
-    dense = open_model(model, weights=weights, num_classes=num_classes, img_size=img_size)
+    place = find_device(device)
+    dense = open_model(model, weights=weights, num_classes=num_classes, img_size=img_size).to(place)
     size = survey_of(dense).input_size
     models = {"dense": dense, "pruned": merge_(prune_(clone(dense), chosen))}
     costs = {name: Costs.of(network, size) for name, network in models.items()}
     with _progress("timing", quiet or as_json) as progress:
         result = measure_throughput(models, size, batch=batch, runs=runs, seconds=seconds, progress=progress)
-    mac_ratio = costs["dense"].macs / costs["pruned"].macs
     if as_json:
-        measured = {name: asdict(value) for name, value in result.throughput.items()}
-        speedup = asdict(result.speedup["pruned"])
-        return _print_json(throughput=measured, speedup=speedup, mac_ratio=mac_ratio)
+        return _print_json(
+            throughput={name: asdict(value) for name, value in result.throughput.items()},
+            speedup=asdict(result.speedup["pruned"]),
+            mac_ratio=costs["dense"].macs / costs["pruned"].macs,
+        )
     _print_costs(costs)
-    for name, value in result.throughput.items():
-        typer.echo(f"{name}: {value}")
-    typer.echo(f"speedup {result.speedup['pruned']} measured, {mac_ratio:.3f}x fewer MACs")
+    _print_speed(result, costs)
 
 
 @app.command()
@@ -235,11 +241,9 @@ def demo(
     with _progress("timing", quiet) as progress:
         found = demonstrate(out, runs, progress)
     _print_sites(found.sites, found.plan, None)
-    _print_costs({"dense": found.dense, "pruned": found.pruned})
-    for name, value in found.speed.throughput.items():
-        typer.echo(f"{name}: {value}")
-    fewer = found.dense.macs / found.pruned.macs
-    typer.echo(f"speedup {found.speed.speedup['pruned']} measured, {fewer:.3f}x fewer MACs")
+    costs = {"dense": found.dense, "pruned": found.pruned}
+    _print_costs(costs)
+    _print_speed(found.speed, costs)
     typer.echo(f"merging changed the outputs by {found.merge_difference:.1e} of the largest one")
     typer.echo(f"saved to {found.directory} and loaded again: difference {found.reload_difference:.1e}")
 
@@ -302,16 +306,17 @@ def _print_costs(costs: dict[str, Costs]) -> None:
         typer.echo(f"{dense.macs / pruned.macs:.3f}x fewer MACs, {dense.params / pruned.params:.3f}x fewer parameters")
 
 
+def _print_speed(speed: Comparison, costs: dict[str, Costs]) -> None:
+    for name, value in speed.throughput.items():
+        typer.echo(f"{name}: {value}")
+    fewer = costs["dense"].macs / costs["pruned"].macs
+    typer.echo(f"speedup {speed.speedup['pruned']} measured, {fewer:.3f}x fewer MACs")
+
+
 def _print_sites(sites: list[Any], plan: Plan, latency: LatencyTable | None) -> None:
     saved = {saving.site.path: f"{saving.saved.value:.2f}" for saving in latency.savings} if latency else {}
-    table = _table(
-        "sites",
-        "block",
-        "attention",
-        *(["saves ms"] if latency else []),
-        "activation",
-        *(["saves ms"] if latency else []),
-    )
+    extra = ["saves ms"] if latency else []
+    table = _table("sites", "block", "attention", *extra, "activation", *extra)
     for block in sorted({site.block for site in sites}):
         row = [str(block)]
         for kind in ("attention", "activation"):
