@@ -43,8 +43,7 @@ RESULTS = Path("benchmarks/results/families.json")
 HF = "HuggingFace"
 BATCH = 2
 LIGHT_PARAMS, LIGHT_SIDE = 100e6, 300  # beyond these a model is cut down, or only surveyed
-ROUNDING = 2e-5  # merged against pruned, as in tests/test_contract.py
-CHANGE = 1e-4  # pruned against dense: less would mean that nothing was removed
+ROUNDING = 2e-5  # merged is no farther from pruned than this (as in tests/test_contract.py), dense is farther
 # Names of models that are not the smallest of anything: to find that out would cost gigabytes.
 LARGE = re.compile("giant|huge|gigantic|enormous|xlarge|_[1357]b_")
 
@@ -153,9 +152,9 @@ SENTENCE = "looked for residual branches around attention and around Linear - ac
 COLUMNS = f"""*attention* and *activation* count the sites, layers that can be removed; a gated FFN (SwiGLU) only goes
 as a whole. The *contract* is tried with random values in all parameters and a plan that removes every second site of
 each kind: it *held* if open gates and the restored model are bit-equal to the dense one, gated is bit-equal to pruned,
-merged equals pruned up to rounding, and pruned differs from dense; these last two relative differences stand under
-*merged* (below {ROUNDING:.0e}; – if there was nothing to merge) and *pruned* (above {CHANGE:.0e}). *not offered* counts
-the attention and FFNs that were seen in the model and left alone, and says why."""
+merged equals pruned up to rounding ({ROUNDING:.0e}), and pruned differs from dense by more; these last two relative
+differences stand under *merged* (– if there was nothing to merge) and *pruned*. *not offered* counts the attention and
+FFNs that were seen in the model and left alone, and says why."""
 HF_NOTE = "Built from small configurations (see the list in `benchmarks/families.py`), not from checkpoints."
 REFUSED_NOTE = f"""Models with attention, or with linear layers in a residual branch, that offer no site. hetdpt
 {SENTENCE} (or a gated FFN); what it found instead:"""
@@ -369,7 +368,7 @@ def contract(model: nn.Module, size: Size, plan: hetdpt.Plan) -> tuple[dict[str,
         "restored = dense": is_restored,
         "gated = pruned": torch.equal(gated, pruned),
         "merged = pruned": merged < ROUNDING,
-        "pruned ≠ dense": changed > CHANGE,
+        "pruned ≠ dense": changed > ROUNDING,
     }
     return checks, merged, changed
 
