@@ -121,6 +121,7 @@ TIMM = [
     _timm("qwen3_vit_88m", 64, 3, 3, depth=3, embed_dim=48, num_heads=3),
     _timm("gemma4_vit_167m", 96, 2, 2, GATED, depth=2, embed_dim=48, num_heads=3),
     _timm("convnext_atto", 64, 0, 12),
+    _timm("poolformerv2_s12", 64, 0, 4),
 ]
 
 _SIZES = {"hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 96}

@@ -77,7 +77,7 @@ def survey(model: nn.Module, input_size: tuple[int, int, int]) -> Survey:
         else:
             handles.append(handle)
             width = reading.modules[handle.ffn.first].weight.shape[1] if handle.ffn else branch.out.shape[-1]
-    refusals += _stray_attention(reading, branches)
+    refusals += [*_nested(reading, branches), *_stray_attention(reading, branches)]
     if not handles:
         raise ModelError(_nothing_found(model, refusals))
     offered = [tuple(h.site.block for h in handles if h.site.kind == kind) for kind in ("attention", "activation")]
@@ -103,7 +103,8 @@ class Numbering:
 
     def block_of(self, owner: str, kind: Kind) -> int:
         is_same_module = owner == self.owner and kind not in self.kinds
-        is_second_half = kind == "activation" and self.kinds == {"attention"}
+        is_sibling = owner.rpartition(".")[0] == self.owner.rpartition(".")[0]
+        is_second_half = is_sibling and kind == "activation" and self.kinds == {"attention"}
         if not self.blocks or not (is_same_module or is_second_half):
             self.blocks += 1
             self.kinds = set()
@@ -127,6 +128,20 @@ def _elementary(reading: Reading) -> list[tuple[Branch, Kind]]:
     return sorted(found, key=lambda pair: pair[0].out.index)
 
 
+def _nested(reading: Reading, branches: list[tuple[Branch, Kind]]) -> list[str]:
+    """Return a sentence for each FFN that is not offered because its branch holds another branch."""
+    taken = {i for branch, _ in branches for i in branch.interior}
+    lost = [
+        branch.owner
+        for branch in reading.branches()
+        if not taken.isdisjoint(branch.interior)
+        and any(call.start not in taken and find_ffn(reading, branch, call) for call in linears_of(reading, branch))
+    ]
+    return [
+        f"activation in {owner or 'the model'}: its residual branch holds another one" for owner in dict.fromkeys(lost)
+    ]
+
+
 def _stray_attention(reading: Reading, branches: list[tuple[Branch, Kind]]) -> list[str]:
     """Return a sentence for each module whose attention is in no residual branch of its own."""
     branched = {i for branch, kind in branches if kind == "attention" for i in branch.interior}
@@ -143,7 +158,8 @@ def _attention(reading: Reading, branch: Branch, block: int) -> Handle:
     inside = reading.inside(branch)
     holders = [m for m in inside if any(reading.is_product(i) for i in reading.ran_in(m.call))]
     if len(holders) != 1:
-        raise RefusedError(f"{len(holders)} modules of the branch hold it, and exactly one can be replaced")
+        holds = "the block itself computes it" if not holders else f"{len(holders)} modules of the branch hold it"
+        raise RefusedError(f"{holds}, and exactly one module must, to be replaced")
     site = Site("attention", block, holders[0].path)
     return Handle(site, branch.owner, _parts(reading, branch, inside, holders[0]))
 
@@ -165,7 +181,7 @@ def _activation(reading: Reading, branch: Branch, block: int) -> Handle:
         return Handle(site, branch.owner, _parts(reading, branch, inside, holders[0]))
     layers = [reading.modules[call.path] for call in calls_of(reading, branch)]
     names = " - ".join(type(layer).__name__ for layer in layers if not any(layer.children()))
-    raise RefusedError(f"looked for Linear - activation - Linear or a gated FFN, found {names}")
+    raise RefusedError(f"looked for Linear - activation - Linear as the only way out, or a gated FFN; found {names}")
 
 
 def _parts(reading: Reading, branch: Branch, inside: list[Inside], core: Inside) -> Parts:

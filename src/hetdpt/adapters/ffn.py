@@ -82,7 +82,7 @@ def _is_elementwise(reading: Reading, call: Call) -> bool:
     ran = [reading.nodes[i] for i in reading.ran_in(call)]
     keeps_shape = call.output is not None and all(node.shape == call.output.shape for node in ran)
     is_layer = any("norm" in node.op or node.op in ("addmm", "mm", "bmm", "convolution") for node in ran)
-    return keeps_shape and not is_layer and not any(reading.modules[call.path].children())
+    return keeps_shape and not is_layer
 
 
 def _leads_only_to(reading: Reading, one: Call, two: Call) -> bool:
