@@ -15,6 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 import hetdpt
 from hetdpt.errors import ModelError, PlanError
+from hetdpt.measurement.agreement import relative_difference
+from hetdpt.modules import clone
 from hetdpt.plan import Plan
 
 PLAN = Plan(attention=(0, 2), activation=(1, 2))
@@ -147,6 +149,15 @@ def test_in_place_activations_keep_their_importance() -> None:
         assert hetdpt.restore_(model).blocks[0].mlp.act.inplace == (act_layer is not nn.ReLU)
     assert scores[0] == pytest.approx(scores[1])
     assert any(score for path, score in scores[0].items() if "mlp" in path)
+
+
+def test_merging_deit_base_costs_less_than_rounding_shows() -> None:
+    torch.manual_seed(0)
+    pruned = hetdpt.prune_(
+        hetdpt.create("deit_base_distilled_patch16_224"), hetdpt.published_plan("paper/deit_base-10")
+    )
+    merged = hetdpt.merge_(clone(pruned))
+    assert 0 < relative_difference(pruned, merged, (3, 224, 224), batch=1) < 1e-5  # float32 has seven digits
 
 
 class TestHabits:
