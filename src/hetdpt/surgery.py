@@ -71,7 +71,7 @@ def gate_(model: nn.Module, plan: Plan | None = None, input_size: InputSize | No
     plan = Plan() if plan is None else plan  # an empty plan is false, but its removal style counts
     record = _begin(model, plan, input_size)
     left = [h for h in record.survey.handles if not record.plan.removes(h.site)]
-    gated = [h for h in left if plan.removes(h.site) or _why_not(h, plan) is None]
+    gated = [h for h in left if plan.removes(h.site) or why_not_removable(h, plan) is None]
     _require(gated, plan)
     owners = _stream_owners(gated) if plan.removal == "authors" else {}
     gates = {handle.site: _put_gate(model, handle, plan) for handle in gated}
@@ -138,8 +138,9 @@ def merge_(model: nn.Module, fold_norms: bool = False) -> nn.Module:
     record = record_of(model)
     if record is None:
         return model
-    merged = [h.site.block for h in record.survey.handles if _is_linear(h, record.plan) and _is_worth_merging(model, h)]
-    return merge_blocks_(model, merged, merged if fold_norms else ())
+    ffns = {h.site.block: h.ffn for h in record.survey.handles if h.ffn and _is_linear(h, record.plan)}
+    worth = [block for block, ffn in ffns.items() if block in record.merged or _is_worth_merging(model, ffn)]
+    return merge_blocks_(model, worth, worth if fold_norms else ())
 
 
 def merge_blocks_(model: nn.Module, blocks: Iterable[int], folded_norms: Iterable[int] = ()) -> nn.Module:
@@ -180,10 +181,8 @@ def _is_linear(handle: Handle, plan: Plan) -> bool:
     return handle.ffn is not None and plan.removes(handle.site) and plan.styles[1] == "identity"
 
 
-def _is_worth_merging(model: nn.Module, handle: Handle) -> bool:
-    assert handle.ffn is not None
-    first, second = model.get_submodule(handle.ffn.first), model.get_submodule(handle.ffn.second)
-    return isinstance(second, Pass) or is_cheaper_folded(_layer(first), _layer(second))
+def _is_worth_merging(model: nn.Module, ffn: Ffn) -> bool:
+    return is_cheaper_folded(_layer(model.get_submodule(ffn.first)), _layer(model.get_submodule(ffn.second)))
 
 
 def _layer(module: nn.Module) -> Layer:
@@ -211,7 +210,7 @@ def _fold_norm(model: nn.Module, ffn: Ffn) -> None:
         norm.elementwise_affine = False
 
 
-def _why_not(handle: Handle, plan: Plan) -> str | None:
+def why_not_removable(handle: Handle, plan: Plan) -> str | None:
     """Return why the plan's style cannot remove a site, or None if it can."""
     style = plan.style_of(handle.site.kind)
     if style in ("constant", "position", "linear", "calibrated"):
@@ -228,7 +227,7 @@ def _why_not(handle: Handle, plan: Plan) -> str | None:
 
 def _require(handles: list[Handle], plan: Plan) -> None:
     for handle in handles:
-        if why := _why_not(handle, plan):
+        if why := why_not_removable(handle, plan):
             raise PlanError(why)
 
 

@@ -17,7 +17,7 @@ from hetdpt.adapters.models import input_size_of
 from hetdpt.errors import MeasureError
 from hetdpt.modules import clone, evaluating, random_images
 from hetdpt.plan import Measurement, Plan, Site
-from hetdpt.surgery import InputSize, merge_, prune_, record_of, sites, survey_of
+from hetdpt.surgery import InputSize, merge_, prune_, record_of, survey_of, why_not_removable
 
 Progress = Callable[[int, int], None]
 """Called with (steps done, steps in all)."""
@@ -115,7 +115,7 @@ def latency_table(
 
     Every variant is the real pruned and merged block on the input it gets in the model. The variants of a block take
     turns with the block itself, and a saving is the median difference within a round. Sites that ``removal`` cannot
-    remove (gated FFNs under ``plain``) are left out.
+    remove (gated FFNs under ``plain``) are left out. A model pruned already keeps the removal it was pruned with.
     """
     images = _images(model, input_size, batch)
     rounds = Rounds(runs, warmup)
@@ -136,7 +136,8 @@ def latency_table(
 def _with_record(model: nn.Module, removal: Removal, input_size: InputSize | None) -> nn.Module:
     """Return a copy of ``model`` that knows its sites, so that they are looked for only once."""
     record = record_of(model)
-    return prune_(clone(model), Plan(removal=record.plan.removal if record else removal), input_size)
+    is_pruned = record is not None and len(record.plan) > 0
+    return prune_(clone(model), Plan(removal=record.plan.removal if record and is_pruned else removal), input_size)
 
 
 def _savings(
@@ -156,10 +157,10 @@ def _owners(model: nn.Module) -> dict[str, list[Site]]:
     """Return the sites that the model's removal style can remove, by the module that holds their residual branch."""
     record = record_of(model)
     assert record is not None
-    left = sites(model)
     owners: dict[str, list[Site]] = {}
     for handle in record.survey.handles:
-        if handle.site in left and (not handle.site.is_gated or record.plan.styles[1] == "drop"):
+        is_left = not record.plan.removes(handle.site)
+        if is_left and why_not_removable(handle, record.plan) is None:
             owners.setdefault(handle.owner, []).append(handle.site)
     return owners
 
