@@ -38,15 +38,15 @@ class Demonstration:
 def demonstrate(directory: Path, runs: int = 20, progress: Progress | None = None) -> Demonstration:
     """Prune DeiT-S by the paper's plan of eight layers, merge, measure, save to ``directory`` and load it again."""
     torch.manual_seed(0)
-    dense = create(MODEL)
+    dense, plan = create(MODEL), published_plan(PLAN)
     size = input_size_of(dense)
-    pruned = prune_(clone(dense), published_plan(PLAN))
+    pruned = prune_(clone(dense), plan)
     merged = merge_(clone(pruned))
     speed = measure_throughput({"dense": dense, "pruned": merged}, size, runs=runs, warmup=3, progress=progress)
     save(merged, directory, overwrite=True)
     return Demonstration(
         sites=sites(dense),
-        plan=published_plan(PLAN),
+        plan=plan,
         dense=Costs.of(dense, size),
         pruned=Costs.of(merged, size),
         speed=speed,

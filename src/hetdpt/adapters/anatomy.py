@@ -117,7 +117,7 @@ def _elementary(reading: Reading) -> list[tuple[Branch, Kind]]:
     """Return the innermost branches that hold attention or linear layers of an FFN, in order of execution."""
     found: list[tuple[Branch, Kind]] = []
     taken: set[int] = set()
-    for branch in sorted(reading.branches(), key=lambda b: len(b.interior)):
+    for branch in sorted(reading.branches, key=lambda b: len(b.interior)):
         has_attention = any(reading.is_product(i) for i in branch.interior)
         linears = linears_of(reading, branch)
         layers = {type(reading.modules[call.path]) for call in linears}
@@ -133,7 +133,7 @@ def _nested(reading: Reading, branches: list[tuple[Branch, Kind]]) -> list[str]:
     taken = {i for branch, _ in branches for i in branch.interior}
     lost = [
         branch.owner
-        for branch in reading.branches()
+        for branch in reading.branches
         if not taken.isdisjoint(branch.interior)
         and any(call.start not in taken and find_ffn(reading, branch, call) for call in linears_of(reading, branch))
     ]
@@ -148,10 +148,6 @@ def _stray_attention(reading: Reading, branches: list[tuple[Branch, Kind]]) -> l
     products = [node for node in reading.nodes if reading.is_product(node.index) and node.index not in branched]
     owners = dict.fromkeys(node.owner or "the model" for node in products)
     return [f"attention in {owner}: not in a residual branch of its own that keeps the shape" for owner in owners]
-
-
-def _within(path: str, module: Inside) -> bool:
-    return f"{path}.".startswith(f"{module.path}.")
 
 
 def _attention(reading: Reading, branch: Branch, block: int) -> Handle:
@@ -169,13 +165,13 @@ def _activation(reading: Reading, branch: Branch, block: int) -> Handle:
     linears = linears_of(reading, branch)
     ffns = [ffn for second in linears if (ffn := find_ffn(reading, branch, second))]
     if ffns:
-        core = next(m for m in inside if _within(ffns[-1].second, m))
+        core = next(m for m in inside if m.holds(ffns[-1].second))
         try:
             parts = _parts(reading, branch, inside, core)
         except RefusedError:
             parts = None
         return Handle(Site("activation", block, ffns[-1].activation), branch.owner, parts, ffns[-1])
-    holders = [m for m in inside if any(_within(call.path, m) for call in linears)]
+    holders = [m for m in inside if any(m.holds(call.path) for call in linears)]
     if len(holders) == 1 and is_gated(reading, holders[0]):
         site = Site("activation", block, holders[0].path, is_gated=True)
         return Handle(site, branch.owner, _parts(reading, branch, inside, holders[0]))

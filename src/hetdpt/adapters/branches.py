@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from functools import cached_property
 
 from torch import nn
 
@@ -48,6 +49,10 @@ class Inside:
     def path(self) -> str:
         return self.call.path
 
+    def holds(self, path: str) -> bool:
+        """Whether ``path`` is this module or inside it."""
+        return f"{path}.".startswith(f"{self.path}.")
+
     @property
     def keeps_shape(self) -> bool:
         given, made = self.call.input, self.call.output
@@ -67,6 +72,7 @@ class Reading:
         self.parameters = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
         self.times_read = Counter(name for node in trace.nodes for name in node.parameters)
 
+    @cached_property
     def branches(self) -> list[Branch]:
         """Return every closed residual branch, in order of execution."""
         found = []
@@ -136,7 +142,7 @@ class Reading:
             hands_on = not ran and call.input_node in branch.interior
             is_within = branch.interior.issuperset(ran) if ran else hands_on
             is_once = self.times_called[call.path] == 1
-            is_part = any(call.path.startswith(f"{other.path}.") for other in found)
+            is_part = any(other.holds(call.path) for other in found)
             if is_within and is_once and not is_part:
                 found.append(Inside(call, is_effective=bool(ran)))
         return found

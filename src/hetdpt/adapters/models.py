@@ -59,14 +59,13 @@ def create(
     """
     is_empty = is_empty and not (weights or pretrained)
     if name.startswith(HF_PREFIX):
-        base, model = _create_hf(name.removeprefix(HF_PREFIX), pretrained, is_empty, num_classes, img_size)
+        model = _create_hf(name.removeprefix(HF_PREFIX), pretrained, is_empty, num_classes, img_size)
     else:
         arguments = {"num_classes": num_classes, "img_size": img_size}
         base = Base("timm", name, {key: value for key, value in arguments.items() if value is not None})
         model = build(base, pretrained=pretrained, is_empty=is_empty)
     if img_size is not None:
         _check_divisible(model, img_size)
-    vars(model)[BASE] = base
     if weights is not None:
         load_weights(model, weights)
     return model.eval()
@@ -220,22 +219,21 @@ def _hf_arguments(config: Any) -> dict[str, Any]:
     return arguments
 
 
-def _create_hf(
-    name: str, pretrained: bool, is_empty: bool, num_classes: int | None, img_size: int | None
-) -> tuple[Base, nn.Module]:
+def _create_hf(name: str, pretrained: bool, is_empty: bool, num_classes: int | None, img_size: int | None) -> nn.Module:
     transformers = _transformers()
     changes = {"num_labels": num_classes, "image_size": img_size}
     changes = {key: value for key, value in changes.items() if value is not None}
     config = _hf_config(transformers, name, changes)
     base = Base("transformers", _hf_class(transformers, config), _hf_arguments(config))
     if not (pretrained or Path(name).is_dir()):
-        return base, build(base, is_empty=is_empty)
+        return build(base, is_empty=is_empty)
     model_class = getattr(transformers, base.name)
     given = {"num_classes": num_classes, "img_size": img_size}
     sizes = ", ".join(f"{key}={value}" for key, value in given.items() if value is not None)
     try:
         with _silent(transformers):
-            return base, model_class.from_pretrained(name, config=config)
+            model: nn.Module = model_class.from_pretrained(name, config=config)
+            return model
     except Exception as error:  # missing, damaged or of other shapes; transformers and safetensors have many classes
         if sizes:
             raise ModelError(f"the weights of hf:{name} do not fit {sizes}; leave out what was changed") from None

@@ -37,8 +37,3 @@ def load_timm_weights(model: nn.Module, pretrained_cfg: dict[str, Any]) -> nn.Mo
 
     load_pretrained(model, pretrained_cfg=pretrained_cfg, num_classes=pretrained_cfg["num_classes"])
     return model
-
-
-def reset_timm_classifier(model: Any, num_classes: int) -> None:
-    """Give a timm model a new head, as ``timm.create_model(num_classes=...)`` does."""
-    model.reset_classifier(num_classes)

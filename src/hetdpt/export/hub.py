@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from hetdpt.adapters.timm_hub import load_timm_weights, register_with_timm, reset_timm_classifier
+from hetdpt.adapters.timm_hub import load_timm_weights, register_with_timm
 from hetdpt.errors import FileError, ModelError, first_line
 from hetdpt.export.saved import RECIPE, Recipe, load
 
@@ -28,12 +28,12 @@ def hetdpt(
     """Entry point of timm: the pruned model of a saved directory or hub repository, with or without its weights."""
     if others:
         raise ModelError(f"a pruned model is built as it was saved; of timm's arguments, leave out {', '.join(others)}")
-    model = Recipe.from_dict(recipe, "config.json").build(is_empty=False)
+    model: Any = Recipe.from_dict(recipe, "config.json").build(is_empty=False)
     if pretrained:
         load_timm_weights(model, pretrained_cfg)
     if num_classes is not None and num_classes != model.num_classes:
-        reset_timm_classifier(model, num_classes)
-    return model
+        model.reset_classifier(num_classes)
+    return model  # type: ignore[no-any-return]
 
 
 register_with_timm(hetdpt)
