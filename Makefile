@@ -18,7 +18,7 @@ help: ## Show this list
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q -c constraints.txt torch
-	$(BIN)/python -m pip install -q -c constraints.txt -e '.[hf,export,dev]'
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[hf,export,data,tensorboard,dev]'
 	@touch $@
 
 demo: $(STAMP) ## Take DeiT-S apart by the paper's plan: inspect, merge, bench, save, load

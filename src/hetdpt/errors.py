@@ -13,6 +13,14 @@ class ModelError(HetDPTError):
     """A model that cannot be found, built or taken apart."""
 
 
+class DataError(HetDPTError):
+    """Images or labels that are missing, unreadable or do not fit the model."""
+
+
+class TrainError(HetDPTError):
+    """Training that was asked for wrongly, or that cannot go on."""
+
+
 class FoldError(HetDPTError):
     """Layers that have no common linear form."""
 

@@ -135,6 +135,21 @@ def input_size_of(model: nn.Module) -> tuple[int, int, int]:
     return channels, height, width
 
 
+def num_classes_of(model: nn.Module) -> int:
+    """Return how many classes the head of ``model`` tells apart; ``ModelError`` if it has no head."""
+    if _is_hf(model):  # config.num_labels is there also for a bare tower
+        config: Any = model.config
+        classes = config.num_labels if "ForImageClassification" in type(model).__name__ else 0
+    else:
+        classes = getattr(model, "num_classes", 0)
+    if not isinstance(classes, int) or classes < 1:
+        raise ModelError(
+            f"{type(model).__name__} has no classification head to compare labels with; a classifier was expected, "
+            "such as a timm model with num_classes above 0"
+        )
+    return classes
+
+
 def unfuse_(model: nn.Module) -> nn.Module:
     """Make attention run as two products and a softmax instead of one fused operator; the function stays the same."""
     for module in model.modules():

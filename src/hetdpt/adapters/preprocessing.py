@@ -1,0 +1,183 @@
+"""What a model wants its images to be, as its library tells. Changes no image."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from hetdpt.adapters.models import _is_hf, _silent, _transformers, input_size_of
+from hetdpt.errors import ModelError, first_line
+
+PREPROCESSING = "_hetdpt_preprocessing"
+# The numbers that PIL gives to its filters, which transformers stores, and their names in timm.
+INTERPOLATIONS = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")
+PROCESSOR_FILE = "preprocessor_config.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preprocessing:
+    """How an image becomes an input: resized, cropped in the middle, scaled to 0..1, normalised.
+
+    >>> half = (0.5, 0.5, 0.5)
+    >>> Preprocessing(input_size=(3, 224, 224), mean=half, std=half, crop_pct=0.875).resized_to
+    (256, 256)
+    """
+
+    input_size: tuple[int, int, int]
+    """Channels, height and width of the input."""
+    mean: tuple[float, ...]
+    """What is taken off each channel."""
+    std: tuple[float, ...]
+    """By what each channel is divided then."""
+    interpolation: str = "bicubic"
+    """The filter of the resizing, as PIL calls it."""
+    crop_pct: float = 1.0
+    """Side of the crop over the side to which the image is resized before."""
+    crop_mode: str = "center"
+    """What is resized: the shorter side (``center``), both (``squash``), or the longer, with a border (``border``)."""
+
+    def __post_init__(self) -> None:
+        channels = self.input_size[0]
+        if channels not in (1, 3):
+            raise ModelError(f"images have 1 or 3 channels, but the model takes {channels}")
+        if not len(self.mean) == len(self.std) == channels:
+            raise ModelError(
+                f"a mean and a std for each of {channels} channels were expected, not {self.mean} and {self.std}"
+            )
+        if min(self.std) <= 0 or self.crop_pct <= 0:
+            raise ModelError(f"std and crop_pct must be above 0, not {self.std} and {self.crop_pct}")
+        if self.interpolation not in INTERPOLATIONS:
+            raise ModelError(f"interpolation is one of {', '.join(INTERPOLATIONS)}, not {self.interpolation!r}")
+        if self.crop_mode not in ("center", "squash", "border"):
+            raise ModelError(f"crop_mode is center, squash or border, not {self.crop_mode!r}")
+
+    @property
+    def resized_to(self) -> tuple[int, int]:
+        """Height and width before the crop, as timm computes them."""
+        _, height, width = self.input_size
+        return math.floor(height / self.crop_pct), math.floor(width / self.crop_pct)
+
+    @classmethod
+    def from_dict(cls, values: Any) -> Preprocessing:
+        """Return what ``dataclasses.asdict`` made a dictionary of, also after a trip through JSON."""
+        try:
+            known: Any = {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
+            return cls(**known)
+        except (AttributeError, TypeError, IndexError) as error:
+            raise ModelError(f"a preprocessing cannot be read from {values!r}: {first_line(error)}") from None
+
+
+def preprocessing_of(model: nn.Module) -> Preprocessing:
+    """Return what ``model`` wants its images to be.
+
+    In this order: what was noted on the model, the configuration of timm, the image processor that lies beside the
+    weights of a transformers model, the default processor of its model type. The size is always the model's own.
+    """
+    noted: Preprocessing | None = vars(model).get(PREPROCESSING)
+    if noted is not None:
+        return noted
+    size = input_size_of(model)
+    return _of_processor(_processor(model), size) if _is_hf(model) else _of_timm(model, size)
+
+
+def _of_timm(model: nn.Module, size: tuple[int, int, int]) -> Preprocessing:
+    from timm.data.config import resolve_model_data_config
+
+    if not isinstance(getattr(model, "pretrained_cfg", None), dict):
+        raise ModelError(
+            f"{type(model).__name__} does not say how it wants its images, as a model of timm or transformers would; "
+            "from Python, pass a Preprocessing"
+        )
+    config = resolve_model_data_config(model)
+    return Preprocessing(
+        input_size=size,
+        mean=_for_channels(config["mean"], size[0]),
+        std=_for_channels(config["std"], size[0]),
+        interpolation=config["interpolation"],
+        crop_pct=config["crop_pct"],
+        crop_mode=config["crop_mode"],
+    )
+
+
+def _of_processor(processor: Any, size: tuple[int, int, int]) -> Preprocessing:
+    if getattr(processor, "do_flip_channel_order", None):
+        raise ModelError(f"{type(processor).__name__} wants blue, green, red images; only red, green, blue are given")
+    is_normalised = bool(getattr(processor, "do_normalize", None))
+    crop_mode, crop_pct = _crop(processor)
+    return Preprocessing(
+        input_size=size,
+        mean=_for_channels(processor.image_mean if is_normalised else (0.0, 0.0, 0.0), size[0]),
+        std=_for_channels(processor.image_std if is_normalised else (1.0, 1.0, 1.0), size[0]),
+        interpolation=INTERPOLATIONS[int(processor.resample)],
+        crop_pct=crop_pct,
+        crop_mode=crop_mode,
+    )
+
+
+def _crop(processor: Any) -> tuple[str, float]:
+    """Return crop mode and crop_pct of an image processor, in which both are said in pixels."""
+    size: Any = getattr(processor, "size", None)
+    crop: Any = getattr(processor, "crop_size", None)
+    shortest = getattr(size, "shortest_edge", None)
+    is_cropped = bool(getattr(processor, "do_center_crop", None)) and crop is not None
+    named: float | None = getattr(processor, "crop_pct", None)
+    if named is not None:  # ConvNext and PoolFormer; the first squashes large images (transformers, its `resize`)
+        is_squashed = not is_cropped and shortest is not None and shortest >= 384
+        return ("squash", 1.0) if is_squashed else ("center", named)
+    mode, side = ("squash", getattr(size, "height", None)) if shortest is None else ("center", shortest)
+    if not is_cropped or side is None:
+        return mode, 1.0
+    ratio = crop.height / side
+    is_exact = math.floor(crop.height / ratio) == side
+    return mode, ratio if is_exact else math.nextafter(ratio, 0)
+
+
+def _processor(model: nn.Module) -> Any:
+    """Return the image processor of a transformers model."""
+    transformers = _transformers()
+    config: Any = model.config
+    name = config.name_or_path
+    try:
+        with _silent(transformers):
+            if name and _has_processor(transformers, name):
+                return transformers.AutoImageProcessor.from_pretrained(name, backend="pil")
+            return _default_processor(transformers, config.model_type)()
+    except ModelError:
+        raise
+    except Exception as error:  # the hub cannot be reached, or a file is damaged; many classes
+        raise ModelError(f"the image processor of hf:{name or config.model_type} fails: {first_line(error)}") from None
+
+
+def _has_processor(transformers: Any, name: str) -> bool:
+    """Whether a directory, or a repository of the hub, holds an image processor; ``OSError`` if that cannot be told."""
+    if Path(name).is_dir():
+        return (Path(name) / PROCESSOR_FILE).is_file()
+    try:
+        return bool(transformers.utils.cached_file(name, PROCESSOR_FILE))
+    except OSError as error:
+        if "does not appear to have a file named" in str(error):  # transformers has no class of its own for it
+            return False
+        raise
+
+
+def _default_processor(transformers: Any, model_type: str) -> Any:
+    """Return the image processor class of a model type, or of the type it is a part or variant of.
+
+    ``clip_vision_model`` is a part of ``clip``, ``dinov2_with_registers`` a variant of ``dinov2``.
+    """
+    known = transformers.models.auto.image_processing_auto.IMAGE_PROCESSOR_MAPPING_NAMES
+    near = [name for name in known if known[name] and f"{model_type}_".startswith(f"{name}_")]
+    if not near:
+        raise ModelError(f"transformers has no image processor for model type {model_type!r}")
+    classes = known[max(near, key=len)]
+    return getattr(transformers, classes.get("pil") or classes["torchvision"])
+
+
+def _for_channels(values: Any, channels: int) -> tuple[float, ...]:
+    """Return a number for each channel; the only channel of a grey image has the average of red, green and blue."""
+    numbers = tuple(float(value) for value in values)
+    return (sum(numbers) / len(numbers),) if channels == 1 else numbers

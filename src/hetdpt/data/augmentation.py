@@ -1,0 +1,135 @@
+"""How an image becomes a view: the transforms of timm, for training and for evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+from PIL import Image
+from torch import Tensor
+
+from hetdpt.adapters.preprocessing import Preprocessing
+from hetdpt.errors import DataError, first_line
+
+Transform = Callable[[Image.Image], Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Augmentation:
+    """What chance does to a training image; the defaults are those of DeiT.
+
+    >>> Augmentation.plain().is_plain
+    True
+    """
+
+    auto_augment: str | None = "rand-m9-mstd0.5-inc1"
+    """A policy of timm's RandAugment, AutoAugment or AugMix; None leaves it out."""
+    color_jitter: float = 0.3
+    """How far brightness, contrast and saturation may go; only without ``auto_augment``, as in timm."""
+    erasing: float = 0.25
+    """Probability that a rectangle is replaced by noise."""
+    scale: tuple[float, float] = (0.08, 1.0)
+    """Least and largest share of the image's area in the crop."""
+    ratio: tuple[float, float] = (3 / 4, 4 / 3)
+    """Least and largest width over height of the crop."""
+    hflip: float = 0.5
+    """Probability that left and right change places."""
+    repeats: int = 3
+    """How often an image is shown in a row, each time as another view, of fewer images per epoch; 1 is once."""
+    fixed_views: bool = False
+    """Whether an image has the same view in every epoch, so that what a teacher says of it can be kept."""
+
+    def __post_init__(self) -> None:
+        for name in ("erasing", "hflip"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise DataError(f"{name} is a probability from 0 to 1, not {getattr(self, name)}")
+        if not 0 < self.scale[0] <= self.scale[1] <= 1:
+            raise DataError(f"scale is two shares of the area, rising, above 0 and at most 1, not {self.scale}")
+        if not 0 < self.ratio[0] <= self.ratio[1]:
+            raise DataError(f"ratio is two rising numbers above 0, not {self.ratio}")
+        if self.color_jitter < 0:
+            raise DataError(f"color_jitter is at least 0, not {self.color_jitter}")
+        if self.repeats < 1:
+            raise DataError(f"repeats is at least 1, not {self.repeats}")
+        if self.fixed_views and self.repeats > 1:
+            raise DataError(f"fixed views repeated {self.repeats} times would be the same view; set repeats to 1")
+
+    @classmethod
+    def plain(cls, *, fixed_views: bool = False) -> Augmentation:
+        """Return no augmentation: the views of the evaluation."""
+        whole = (1.0, 1.0)
+        return cls(
+            auto_augment=None, color_jitter=0, erasing=0, scale=whole, ratio=whole, hflip=0, repeats=1,
+            fixed_views=fixed_views,
+        )  # fmt: skip
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether chance has no part in a view."""
+        has_colour = bool(self.auto_augment or self.color_jitter or self.erasing)
+        has_shape = (*self.scale, *self.ratio, self.hflip) != (1, 1, 1, 1, 0)
+        return not has_colour and not has_shape
+
+
+def training_transform(preprocessing: Preprocessing, augmentation: Augmentation) -> Transform:
+    """Return the transform from an image to a random view (C, H, W); that of the evaluation if chance has no part."""
+    if augmentation.is_plain:
+        return evaluation_transform(preprocessing)
+    from timm.data.transforms_factory import create_transform
+
+    try:
+        transform = create_transform(
+            preprocessing.input_size,
+            is_training=True,
+            mean=preprocessing.mean,
+            std=preprocessing.std,
+            interpolation=preprocessing.interpolation,
+            auto_augment=augmentation.auto_augment,
+            color_jitter=augmentation.color_jitter,
+            re_prob=augmentation.erasing,
+            re_mode="pixel",
+            scale=augmentation.scale,
+            ratio=augmentation.ratio,
+            hflip=augmentation.hflip,
+        )
+    except Exception as error:  # timm asserts, or fails somewhere, on a policy it does not know
+        text = first_line(error)
+        raise DataError(f"timm does not know the augmentation {augmentation.auto_augment!r}: {text}") from None
+    return _posterizing(transform)
+
+
+def evaluation_transform(preprocessing: Preprocessing) -> Transform:
+    """Return the transform from an image to its one view (C, H, W), as the model wants it."""
+    from timm.data.transforms_factory import create_transform
+
+    transform: Transform = create_transform(
+        preprocessing.input_size,
+        mean=preprocessing.mean,
+        std=preprocessing.std,
+        interpolation=preprocessing.interpolation,
+        crop_pct=preprocessing.crop_pct,
+        crop_mode=preprocessing.crop_mode,
+    )
+    return transform
+
+
+def _posterizing(transform: Any) -> Transform:
+    """Make a transform of timm, in place, able to keep 0 bits of a colour, as its strongest policies ask."""
+    from timm.data.auto_augment import posterize
+
+    for step in transform.transforms:
+        for op in chain(vars(step).get("ops", ()), *vars(step).get("policy", ())):
+            if op.aug_fn is posterize:
+                op.aug_fn = _posterize
+    able: Transform = transform
+    return able
+
+
+def _posterize(image: Image.Image, bits: int, **rest: Any) -> Image.Image:
+    """Return ``image`` with so many bits of each colour; black for none, which Pillow 13 refuses to compute."""
+    from timm.data.auto_augment import posterize
+
+    kept: Image.Image = posterize(image, bits, **rest) if bits > 0 else Image.new(image.mode, image.size)
+    return kept

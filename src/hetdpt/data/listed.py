@@ -1,0 +1,58 @@
+"""A split as a list: labels that are known beforehand, images that are read by their number."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import IO
+
+from PIL import Image
+
+from hetdpt.errors import DataError, first_line
+
+
+@dataclass(frozen=True)
+class Listed:
+    """A ``Source`` made of functions; labels outside the classes are refused.
+
+    The functions are called in worker processes too, so they are methods or partials of functions, not lambdas.
+    """
+
+    classes: tuple[str, ...]
+    labels: Sequence[int]
+    read: Callable[[int], Image.Image]
+    name_of: Callable[[int], str]
+
+    def __post_init__(self) -> None:
+        for index, label in enumerate(self.labels):
+            if not isinstance(label, int) or not 0 <= label < len(self.classes):
+                raise DataError(
+                    f"{self.name_of(index)} has label {label!r} but there are {len(self.classes)} classes, "
+                    f"so labels are 0-{len(self.classes) - 1}; is this split labelled?"
+                )
+
+    @property
+    def num_classes(self) -> int:
+        return len(self.classes)
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> tuple[Image.Image, int]:
+        label = self.labels[index]
+        try:
+            return self.read(index), label
+        except OSError:
+            raise
+        except Exception as error:  # on damaged files PIL also raises SyntaxError, DecompressionBombError and others
+            raise OSError(f"{self.name_of(index)} cannot be read: {first_line(error)}") from error
+
+    def targets(self) -> Sequence[int]:
+        return self.labels
+
+
+def decode(file: IO[bytes]) -> Image.Image:
+    """Return the whole image in ``file``, which is closed."""
+    with file, Image.open(file) as image:
+        image.load()
+        return image

@@ -1,0 +1,99 @@
+"""What a split of a dataset promises, and the splits by the name of the data. Augments nothing, batches nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from PIL.Image import Image
+
+from hetdpt.data.digits import open_digits
+from hetdpt.data.folders import open_folder
+from hetdpt.data.libraries import open_hfds, open_torch
+from hetdpt.data.streams import Stream, open_wds
+from hetdpt.errors import DataError
+
+DEMO = "demo"
+
+
+class Source(Protocol):
+    """One split: images with labels, read one by one when they are asked for."""
+
+    @property
+    def num_classes(self) -> int: ...
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """The names of the classes, by label."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> tuple[Image, int]:
+        """Return the decoded image and its label; ``OSError`` if the image cannot be read."""
+
+    def targets(self) -> Sequence[int]:
+        """Return all labels, without decoding an image."""
+
+    def name_of(self, index: int) -> str:
+        """Return the file of an image, or what stands for it, for messages."""
+
+
+@dataclass(frozen=True)
+class Data:
+    """The splits of a dataset that were asked for; their labels mean the same."""
+
+    name: str
+    train: Source | Stream | None
+    val: Source | Stream | None
+    num_classes: int
+
+
+def open_data(
+    name: str, *, splits: tuple[str, ...] = ("train", "val"), root: Path | None = None, download: bool = False
+) -> Data:
+    """Return the splits of the data called ``name``; ``splits`` are of ``train`` and ``val``.
+
+    ``name`` is a folder with train/ and val/, ``torch/cifar100`` and its like, ``hfds/`` and a dataset of HuggingFace,
+    ``wds/`` and a folder of webdataset shards, or ``demo``. ``root`` is where a library keeps its datasets, or the
+    folder from which a relative path counts; ``download`` lets torchvision fetch what is not there.
+
+    >>> data = open_data("demo")
+    >>> len(data.train), len(data.val), data.num_classes
+    (1437, 360, 10)
+    """
+    if not splits or not set(splits) <= {"train", "val"}:
+        raise DataError(f"the splits are train and val, not {', '.join(splits) or 'none'}")
+    opened = {split: _open(name, split, root, download) for split in splits}
+    for split in opened.values():
+        _check_same_classes(name, opened[splits[0]].classes, split.classes)
+    return Data(name, opened.get("train"), opened.get("val"), opened[splits[0]].num_classes)
+
+
+def _open(name: str, split: str, root: Path | None, download: bool) -> Source | Stream:
+    scheme, _, rest = name.partition("/")
+    if name == DEMO:
+        return open_digits(split)
+    if scheme == "torch" and rest:
+        return open_torch(rest, split, root, download)
+    if scheme == "hfds" and rest:
+        return open_hfds(rest, split, root)
+    if scheme == "wds" and rest:
+        return open_wds(rest, split, root)
+    folder = (root or Path()) / name
+    if folder.is_dir():
+        return open_folder(folder, split)
+    raise DataError(
+        f"there is no folder {folder}; data is a folder with train/ and val/, torch/NAME, hfds/NAME, wds/FOLDER "
+        f"or {DEMO}"
+    )
+
+
+def _check_same_classes(name: str, one: tuple[str, ...], other: tuple[str, ...]) -> None:
+    if one != other:
+        example = next(iter(sorted(set(one) ^ set(other))), "their order")
+        raise DataError(
+            f"train and val of {name} do not have the same classes, for example {example!r}; labels must mean the "
+            "same in both"
+        )

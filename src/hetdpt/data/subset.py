@@ -1,0 +1,112 @@
+"""Fewer images of a split, chosen by a seed. Reads no image."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from PIL.Image import Image
+
+from hetdpt.data.streams import Stream
+from hetdpt.errors import DataError
+
+if TYPE_CHECKING:  # sources needs the order below for the demo set
+    from hetdpt.data.sources import Source
+
+
+@dataclass(frozen=True)
+class Subset:
+    """The images of ``source`` with these indices, which are its own 0, 1, ..."""
+
+    source: Source
+    indices: tuple[int, ...]
+
+    @property
+    def num_classes(self) -> int:
+        return self.source.num_classes
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        return self.source.classes
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __getitem__(self, index: int) -> tuple[Image, int]:
+        return self.source[self.indices[index]]
+
+    def targets(self) -> Sequence[int]:
+        labels = self.source.targets()
+        return [labels[index] for index in self.indices]
+
+    def name_of(self, index: int) -> str:
+        return self.source.name_of(self.indices[index])
+
+
+def subset(
+    source: Source | Stream, *, fraction: float | None = None, per_class: int | None = None, seed: int = 0
+) -> Source:
+    """Return a fraction of the images, or so many of each class; the same ones for the same seed.
+
+    A fraction takes from every class in proportion, and holds every smaller fraction of the same seed. Neither given
+    means all images.
+    """
+    if isinstance(source, Stream):
+        raise DataError("a stream of shards has no subset, because its images have no numbers; name fewer shards")
+    if fraction is not None and per_class is not None:
+        raise DataError(f"a subset is a fraction ({fraction}) or a count per class ({per_class}), not both")
+    if fraction is not None and not 0 < fraction <= 1:
+        raise DataError(f"a fraction of the images is above 0 and at most 1, not {fraction}")
+    if per_class is not None and per_class < 1:
+        raise DataError(f"a subset has at least 1 image per class, not {per_class}")
+    labels = source.targets()
+    if per_class is not None:
+        _check_enough(source.classes, labels, per_class)
+        chosen = _first_of_each(labels, per_class, seed)
+    else:
+        chosen = balanced_order(labels, seed)[: math.ceil((fraction or 1) * len(labels))]
+    return Subset(source, tuple(sorted(chosen)))
+
+
+def balanced_order(labels: Sequence[int], seed: int) -> list[int]:
+    """Return the indices in a random order of which every beginning has the classes in proportion.
+
+    The i-th of the n images of a class, in a random order, stands at the share (i + 1/2) / n of the whole.
+    """
+    sizes, seen, places = Counter(labels), Counter[int](), {}
+    order = _random_order(len(labels), seed)
+    for index in order:
+        label = labels[index]
+        places[index] = (seen[label] + 0.5) / sizes[label]
+        seen[label] += 1
+    return sorted(order, key=places.__getitem__)  # stable: those at one place stay in random order
+
+
+def _first_of_each(labels: Sequence[int], count: int, seed: int) -> list[int]:
+    seen, chosen = Counter[int](), []
+    for index in _random_order(len(labels), seed):
+        seen[labels[index]] += 1
+        if seen[labels[index]] <= count:
+            chosen.append(index)
+    return chosen
+
+
+def _random_order(count: int, seed: int) -> list[int]:
+    if not 0 <= seed < 2**32:
+        raise DataError(f"a seed is from 0 to 4294967295, not {seed}")
+    order: list[int] = np.random.RandomState(seed).permutation(count).tolist()  # its numbers never change (NEP 19)
+    return order
+
+
+def _check_enough(classes: tuple[str, ...], labels: Sequence[int], per_class: int) -> None:
+    sizes = Counter(labels)
+    label = min(range(len(classes)), key=sizes.__getitem__)
+    if sizes[label] < per_class:
+        raise DataError(
+            f"class {classes[label]} has only {sizes[label]} images, so {per_class} per class cannot be taken; "
+            f"at most {sizes[label]} can"
+        )
