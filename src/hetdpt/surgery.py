@@ -6,11 +6,15 @@ Nothing is trained, measured or chosen here.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from hetdpt.adapters.anatomy import Handle, Parts, Survey, survey
 from hetdpt.adapters.ffn import Ffn
@@ -160,6 +164,35 @@ def merge_blocks_(model: nn.Module, blocks: Iterable[int], folded_norms: Iterabl
             folded.append(block)
     vars(model)[RECORD] = replace(record, merged=tuple(merged), folded_norms=tuple(folded))
     return model
+
+
+@contextmanager
+def drop_paths(model: nn.Module, rate: float) -> Iterator[None]:
+    """Leave out branches at random while ``model`` trains: one of image and block with probability rate * l / (L - 1).
+
+    A model that was built with drop path keeps its own instead.
+    """
+    has_own = any(getattr(module, "drop_prob", None) for module in model.modules())
+    record, found = record_of(model), survey_of(model)
+    gone = [h for h in found.handles if record and record.plan.removes(h.site) and _goes_whole(h, record.plan)]
+    kept = [h for h in found.handles if h.parts and h not in gone]
+    last = max(found.anatomy.blocks - 1, 1)
+    hooks = []
+    for handle in kept if rate and not has_own else ():
+        drop = partial(_drop_path, rate * handle.site.block / last)
+        hooks.append(model.get_submodule(_parts(handle).gate).register_forward_hook(drop))
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _drop_path(rate: float, module: nn.Module, _: Any, output: Any) -> Any:
+    """Zero the branch of some images and scale that of the others, so that the mean stays."""
+    branch = output[0] if isinstance(output, tuple) else output
+    kept = F.dropout(branch.new_ones(len(branch), *[1] * (branch.dim() - 1)), rate, module.training)
+    return (branch * kept, *output[1:]) if isinstance(output, tuple) else branch * kept
 
 
 def _begin(model: nn.Module, plan: Plan, input_size: InputSize | None) -> Record:

@@ -1,0 +1,136 @@
+"""Accuracy: how many images a model gets right, and how sure that is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import sqrt
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from hetdpt.adapters.heads import logits_of
+from hetdpt.adapters.models import num_classes_of
+from hetdpt.adapters.preprocessing import preprocessing_of
+from hetdpt.data.batches import EvaluationBatches, Share
+from hetdpt.data.fit import check_classes
+from hetdpt.data.sources import Data, open_data
+from hetdpt.data.subset import subset
+from hetdpt.errors import DataError
+from hetdpt.modules import evaluating
+
+Z = 1.959964  # of a 95 % interval
+BATCH = 64
+
+
+@dataclass(frozen=True)
+class Scores:
+    """The accuracy of a model on some images, in percent.
+
+    >>> Scores.of(torch.tensor([724.0, 910.0, 1200.0, 1000.0]))
+    Scores(top1=72.4, top5=91.0, loss=1.2, count=1000, low=69.5..., high=75.0..., unreadable=())
+    """
+
+    top1: float
+    top5: float
+    loss: float
+    """Mean cross-entropy."""
+    count: int
+    """Images that were read and counted, each once."""
+    low: float
+    """Lower end of the 95 % interval (Wilson) of ``top1``."""
+    high: float
+    """Its upper end."""
+    unreadable: tuple[str, ...] = ()
+    """Files that could not be read and were not counted."""
+
+    @classmethod
+    def of(cls, sums: Tensor, unreadable: tuple[str, ...] = ()) -> Scores:
+        """Return the scores of sums (right at first, right among five, cross-entropy, images)."""
+        right, right5, loss, count = sums.tolist()
+        low, high = wilson_interval(right, count)
+        return cls(100 * right / count, 100 * right5 / count, loss / count, int(count), low, high, unreadable)
+
+
+def wilson_interval(right: float, count: float) -> tuple[float, float]:
+    """Return the 95 % interval of a rate in percent (Wilson, 1927), which never leaves 0 to 100.
+
+    >>> low, high = wilson_interval(0, 10)
+    >>> (round(low, 1), round(high, 1))
+    (0.0, 27.8)
+    """
+    rate, spread = right / count, Z * Z / count
+    centre = (rate + spread / 2) / (1 + spread)
+    half = Z / (1 + spread) * sqrt(rate * (1 - rate) / count + spread / (4 * count))
+    return 100 * max(0.0, centre - half), 100 * min(1.0, centre + half)
+
+
+@torch.no_grad()
+def measure_accuracy(
+    model: nn.Module, batches: EvaluationBatches, progress: Callable[[int, int], None] | None = None
+) -> Scores:
+    """Return the scores of ``model`` on all images of ``batches``, summed over all processes."""
+    device = next(model.parameters()).device
+    sums = torch.zeros(4, dtype=torch.float64)
+    unreadable: list[str] = []
+    with evaluating(model):
+        for number, batch in enumerate(batches, 1):
+            sums += _count(logits_of(model(batch.images.to(device))).float(), batch.targets.to(device)).cpu().double()
+            unreadable += batch.unreadable
+            if progress is not None:
+                progress(number, len(batches))
+    if dist.is_available() and dist.is_initialized():
+        sums, unreadable = _sum_over_processes(sums, unreadable, device)
+    if not sums[3]:
+        raise DataError(f"none of the images can be read, {unreadable[0]} first; look at the files")
+    return Scores.of(sums, tuple(sorted(set(unreadable))))
+
+
+def evaluate(
+    model: nn.Module,
+    data: str | Path | Data,
+    *,
+    fraction: float | None = None,
+    per_class: int | None = None,
+    batch_size: int = BATCH,
+    workers: int = 0,
+    progress: Callable[[int, int], None] | None = None,
+) -> Scores:
+    """Return the scores of ``model`` on the validation images of ``data``, prepared as the model wants them.
+
+    ``data`` is a folder, a name such as ``torch/cifar100``, or ``demo``; ``fraction`` or ``per_class`` take a part.
+
+    >>> import timm
+    >>> model = timm.create_model("vit_tiny_patch16_224", img_size=16, patch_size=4, depth=1, num_classes=10)
+    >>> evaluate(model, "demo").count
+    360
+    """
+    opened = data if isinstance(data, Data) else open_data(str(data), splits=("val",))
+    check_classes(opened.num_classes, num_classes_of(model))
+    assert opened.val is not None
+    source = opened.val
+    if fraction is not None or per_class is not None:
+        source = subset(source, fraction=fraction, per_class=per_class)
+    share = Share(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else Share()
+    batches = EvaluationBatches(source, preprocessing_of(model), batch_size=batch_size, share=share, workers=workers)
+    return measure_accuracy(model, batches, progress)
+
+
+def _count(logits: Tensor, targets: Tensor) -> Tensor:
+    """Return (right at first, right among five, cross-entropy, images), leaving out targets of -1."""
+    logits, targets = logits[targets >= 0], targets[targets >= 0]
+    best = logits.topk(min(5, logits.shape[1]), dim=1).indices  # (B, 5)
+    hits = best == targets[:, None]
+    loss = F.cross_entropy(logits, targets, reduction="sum")
+    return torch.stack([hits[:, 0].sum(), hits.sum(), loss, loss.new_tensor(len(targets))])
+
+
+def _sum_over_processes(sums: Tensor, names: list[str], device: torch.device) -> tuple[Tensor, list[str]]:
+    total = sums.to(device)
+    dist.all_reduce(total)
+    gathered: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(gathered, names)
+    return total.cpu(), [name for part in gathered for name in part]

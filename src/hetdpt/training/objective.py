@@ -1,0 +1,154 @@
+"""What a step of training minimises: cross-entropy, with or without a teacher, by the formulas of ``timm.task``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from timm.data import Mixup
+from timm.loss import LabelSmoothingCrossEntropy, SoftTargetCrossEntropy
+from timm.task import ClassificationTask, TokenDistillationTask
+from timm.task.token_distillation import TokenDistillationTeacher
+from torch import Tensor, nn
+
+from hetdpt.adapters.heads import Classifier
+from hetdpt.adapters.models import num_classes_of
+from hetdpt.adapters.preprocessing import preprocessing_of
+from hetdpt.data.batches import Batch
+from hetdpt.errors import TrainError
+from hetdpt.training.config import TrainConfig
+
+KINDS = ("none", "hard", "soft")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Distillation:
+    """How the student learns from its teacher: (1 - alpha) cross-entropy + alpha distillation (SPEC section 7).
+
+    hard: cross-entropy with the class the teacher names. soft: T^2 KL(teacher || student), both softened by T.
+    """
+
+    kind: str = "hard"
+    """none, hard or soft."""
+    alpha: float = 0.5
+    """The teacher's part of the loss."""
+    temperature: float = 1.0
+    """T, of soft distillation."""
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise TrainError(f"distillation is {self.kind!r}; choose from {', '.join(KINDS)}")
+        if not 0 <= self.alpha <= 1:
+            raise TrainError(f"alpha is {self.alpha}; the teacher's part of the loss lies between 0 and 1")
+        if not self.temperature > 0:
+            raise TrainError(f"temperature is {self.temperature}; it must be above 0")
+
+
+class Objective:
+    """The loss of a student on a batch; ``student`` is what to train, ``teacher`` (if any) is never changed.
+
+    ``answers`` (images, classes) are the teacher's logits computed beforehand for every image of the training data;
+    they stand for the teacher, who is then not run.
+    """
+
+    def __init__(
+        self,
+        student: nn.Module,
+        config: TrainConfig,
+        distillation: Distillation | None = None,
+        teacher: nn.Module | None = None,
+        answers: Tensor | None = None,
+    ) -> None:
+        distillation = distillation or Distillation(kind="none")
+        if distillation.kind != "none" and teacher is None:
+            raise TrainError(f"{distillation.kind} distillation needs a teacher; give the dense model")
+        self.teacher = None if distillation.kind == "none" else teacher
+        self.mixup = _mixup(config, num_classes_of(student))
+        self.answers = answers
+        criterion = _criterion(config)
+        self.model = _for_timm(student)
+        self.model.set_distilled_training(self.teacher is not None)
+        device = next(student.parameters()).device
+        self.task: nn.Module
+        if self.teacher is None:
+            self.task = ClassificationTask(self.model, criterion, device=device, verbose=False)
+            return
+        self.teacher.to(device).eval().requires_grad_(False)
+        self._recall = _Recall(_for_timm(self.teacher))
+        self.task = TokenDistillationTask(
+            self.model,
+            TokenDistillationTeacher(self._recall, device=device),
+            criterion,
+            distill_type=distillation.kind,
+            task_loss_weight=1 - distillation.alpha,
+            temperature=distillation.temperature,
+            device=device,
+            verbose=False,
+        )
+
+    @property
+    def module(self) -> nn.Module:
+        """What is trained, as accelerate wrapped it."""
+        module: nn.Module = self.task.trainable_module  # type: ignore[assignment]
+        return module
+
+    @module.setter
+    def module(self, module: nn.Module) -> None:
+        self.task.trainable_module = module
+
+    def __call__(self, batch: Batch) -> Tensor:
+        """Return the loss of one batch, a scalar."""
+        images, targets = batch.images, batch.targets
+        if self.mixup is not None:
+            images, targets = self.mixup(images, targets)
+        if self.answers is not None and self.teacher is not None:
+            self._recall.answer = self.answers[batch.indices.cpu()].to(images.device)
+        loss: Tensor = self.task(images, targets)["loss"]
+        return loss
+
+    def close(self) -> None:
+        """Leave the student answering as it did before."""
+        self.model.set_distilled_training(False)
+
+
+class _Recall(nn.Module):
+    """The teacher, or what it answered before if ``answer`` is set."""
+
+    def __init__(self, teacher: Classifier) -> None:
+        super().__init__()
+        self.teacher = teacher
+        self.pretrained_cfg = teacher.pretrained_cfg
+        self.answer: Tensor | None = None
+
+    def forward(self, images: Tensor) -> Tensor:
+        answer: Tensor = self.teacher(images) if self.answer is None else self.answer
+        return answer
+
+
+def _for_timm(model: nn.Module) -> Classifier:
+    """Return ``model`` with the attributes by which ``timm.task`` knows a model, whatever library it is from."""
+    wants = preprocessing_of(model)
+    classifier = Classifier(model)
+    vars(classifier).update(
+        pretrained_cfg={"mean": wants.mean, "std": wants.std},
+        num_classes=num_classes_of(model),
+        in_chans=wants.input_size[0],
+    )
+    return classifier
+
+
+def _mixup(config: TrainConfig, classes: int) -> Mixup | None:
+    if not config.mixes:
+        return None
+    return Mixup(
+        mixup_alpha=config.mixup,
+        cutmix_alpha=config.cutmix,
+        label_smoothing=config.smoothing,
+        num_classes=classes,
+    )
+
+
+def _criterion(config: TrainConfig) -> nn.Module:
+    if config.mixes:
+        return SoftTargetCrossEntropy()  # the smoothing is in the mixed targets
+    return LabelSmoothingCrossEntropy(config.smoothing) if config.smoothing else torch.nn.CrossEntropyLoss()

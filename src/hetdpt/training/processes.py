@@ -1,0 +1,69 @@
+"""Where training runs: one process or many, which device, which precision. All of it is accelerate's."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, parse_flag_from_env
+
+from hetdpt.errors import TrainError
+
+__all__ = ["Accelerator", "is_sharded", "start"]
+
+_NAMES = {"float32": "no", "bfloat16": "bf16", "float16": "fp16"}
+
+
+def start(precision: str = "float32", device: str | None = None) -> Accelerator:
+    """Join the processes that torchrun or ``accelerate launch`` started, or be the only one.
+
+    ``device`` as in ``cpu``, ``cuda:1``; the fastest there is by default.
+    """
+    place = torch.device(device) if device else None
+    if place is not None and place.type == "cuda":
+        if not torch.cuda.is_available():
+            raise TrainError(f"the device {device} was asked for, but this machine has no CUDA; leave --device out")
+        torch.cuda.set_device(place)
+    is_cpu = place.type == "cpu" if place is not None else not torch.accelerator.is_available()
+    AcceleratorState._reset_state()  # a run before this one in the same process may have had another precision
+    name = _NAMES[_choose(precision, PartialState(cpu=is_cpu).device)]
+    accelerator = Accelerator(cpu=is_cpu, mixed_precision=name)
+    if int(os.environ.get("WORLD_SIZE", "1")) != accelerator.num_processes:
+        raise TrainError(
+            f"{os.environ['WORLD_SIZE']} processes were started, but on {accelerator.device.type} accelerate "
+            "runs only one; add --device cpu, or start one"
+        )
+    if parse_flag_from_env("ACCELERATE_USE_FSDP") and accelerator.distributed_type == DistributedType.MULTI_CPU:
+        # accelerate shards on accelerators only; torch does so on CPUs too, which is how it is tested here.
+        accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin()
+        accelerator.state.distributed_type = DistributedType.FSDP
+    return accelerator
+
+
+def is_sharded(accelerator: Accelerator) -> bool:
+    """Whether the weights are spread over the processes (FSDP)."""
+    return bool(accelerator.distributed_type == DistributedType.FSDP)
+
+
+def _choose(precision: str, device: torch.device) -> str:
+    if precision == "auto":
+        if device.type != "cuda":
+            return "float32"
+        return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float16"
+    if precision == "float16" and device.type == "cpu":
+        raise TrainError("float16 training needs a GPU: a CPU has no gradient scaling; use --precision float32")
+    if precision == "bfloat16" and not _runs_bfloat16(device):
+        raise TrainError(f"this machine's {device.type} cannot multiply in bfloat16; use --precision float32")
+    return precision
+
+
+def _runs_bfloat16(device: torch.device) -> bool:
+    """Whether a matrix product in bfloat16 survives: on some CPUs it ends the process, so another one tries."""
+    if device.type == "cuda":
+        return bool(torch.cuda.is_bf16_supported())
+    code = f"import torch; a = torch.ones(64, 64, dtype=torch.bfloat16, device={device.type!r}); (a @ a).sum().item()"
+    return subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0

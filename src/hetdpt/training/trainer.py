@@ -1,0 +1,435 @@
+"""The one training loop. It yields an ``Epoch`` after every epoch, can be stopped anywhere and goes on from its state.
+
+Everything random in an update is drawn from generators seeded by (seed, process, update), so the state has no
+generators in it and a resumed run draws what the uninterrupted one would have drawn.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from copy import deepcopy
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Protocol
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedDataParallelKwargs, broadcast_object_list, gather_object
+from timm.optim import create_optimizer_v2
+from timm.scheduler import create_scheduler_v2
+from timm.scheduler.scheduler import Scheduler
+from timm.utils import ModelEmaV3
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
+
+from hetdpt.adapters.heads import Classifier
+from hetdpt.data.batches import Batch, TrainingBatches
+from hetdpt.errors import TrainError
+from hetdpt.randomness import seeded
+from hetdpt.training.config import TrainConfig
+from hetdpt.training.objective import Objective
+from hetdpt.training.processes import is_sharded
+
+FORMAT = 1
+WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
+State = dict[str, Any]
+"""Tensors, numbers, strings, lists and dictionaries: what ``torch.load(weights_only=True)`` reads."""
+Evaluate = Callable[[nn.Module], float]
+"""Gives the accuracy of a model in percent."""
+
+
+class Keeper(Protocol):
+    """Keeps the state of a training; files are its business."""
+
+    def latest(self) -> State | None:
+        """Return the newest state that is sound; None at the very beginning."""
+
+    def is_due(self) -> bool:
+        """Whether so much time has passed since the last state that another one should be kept."""
+
+    def keep(self, state: State) -> None:
+        """Keep ``state``, so that no power cut loses it."""
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """What an epoch came to; number 0 is the model before training."""
+
+    number: int
+    epochs: int
+    update: int
+    """Updates of the weights so far."""
+    loss: float | None
+    """Mean training loss of the epoch."""
+    lr: float
+    last: float | None
+    """Accuracy of the weights as they are now, in percent."""
+    best: float | None
+    """The highest ``last`` so far."""
+    ema: float | None
+    """Accuracy of the moving average of the weights, in percent."""
+    is_best: bool
+    seconds: float
+    """Time spent in training this epoch, evaluation apart, restarts apart."""
+    images_per_second: float | None
+    unreadable: tuple[str, ...]
+    """Files of this epoch that could not be read; others took their places."""
+    student: nn.Module = field(repr=False, compare=False)
+    """The trained model; under FSDP a copy on the CPU of the first process."""
+    average: nn.Module | None = field(repr=False, compare=False)
+    """The model with the averaged weights."""
+
+    def record(self) -> dict[str, Any]:
+        """Return the numbers of this epoch, as JSON takes them."""
+        plain = replace(self, student=nn.Identity(), average=None)
+        return {key: value for key, value in asdict(plain).items() if key not in ("student", "average")}
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where training is; given to a watcher after every update."""
+
+    epoch: int
+    epochs: int
+    update: int
+    updates: int
+    """Updates of the whole training."""
+    lr: float
+    images_per_second: float
+    seconds_left: float
+    """Until the last update, evaluations apart."""
+    mean_loss: Callable[[], float]
+    """Mean loss of the epoch so far; asking waits for the device."""
+
+
+@dataclass
+class _Position:
+    """Where the loop stands: what a checkpoint needs besides weights."""
+
+    epoch: int = 0
+    """Epochs completed."""
+    step: int = 0
+    """Updates done in the epoch under way; all of them where it waits to be evaluated."""
+    loss_sum: float = 0.0
+    seconds: float = 0.0
+    best: float | None = None
+    unreadable: list[str] = field(default_factory=list)
+
+
+class Trainer:
+    """One training: ``epochs()`` runs it, ``state()`` and ``restore()`` take it from one process to the next."""
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        objective: Objective,
+        batches: TrainingBatches,
+        config: TrainConfig,
+        *,
+        evaluate: Evaluate | None = None,
+        keeper: Keeper | None = None,
+        watch: Callable[[Progress], None] | None = None,
+    ) -> None:
+        self.accelerator, self.objective, self.batches, self.config = accelerator, objective, batches, config
+        self.evaluate, self.keeper, self.watch = evaluate, keeper, watch
+        self.steps = len(batches) // config.accumulate
+        if not self.steps:
+            raise TrainError(
+                f"one epoch has {len(batches)} batches but an update takes {config.accumulate}; "
+                "lower --accumulate or --batch-size"
+            )
+        self.student = objective.model.model
+        if is_sharded(accelerator) and config.ema_decay:
+            raise TrainError("the moving average of weights cannot be kept under FSDP; set ema_decay to 0")
+        self._plain = deepcopy(self.student).cpu() if is_sharded(accelerator) else None
+        self._average = _average(self.student, config) if config.ema_decay else None
+        self._prepare()
+        self.at = _Position()
+        self._loss_sum = torch.zeros((), device=accelerator.device)
+
+    def _prepare(self) -> None:
+        """Make the optimizer and the schedule, and let accelerate wrap what is trained."""
+        config, accelerator = self.config, self.accelerator
+        peak = config.peak_lr(accelerator.num_processes)
+        optimizer = create_optimizer_v2(
+            self.student,
+            opt=config.optimizer,
+            lr=peak,
+            weight_decay=config.weight_decay,
+            momentum=config.momentum,
+            layer_decay=config.layer_decay,
+        )
+        if accelerator.num_processes > 1 and not is_sharded(accelerator) and self._has_idle_parameters():
+            accelerator.ddp_handler = DistributedDataParallelKwargs(find_unused_parameters=True)
+        self.objective.module, self.optimizer = accelerator.prepare(self.objective.module, optimizer)
+        self.schedule = _schedule(self.optimizer.optimizer, config, peak, self.steps)
+
+    def _has_idle_parameters(self) -> bool:
+        """Whether some parameter has no part in the loss; DDP would wait for its gradient for ever."""
+        batch = next(self.batches.epoch(0))
+        self._loss(batch, 0).backward()
+        idle = any(p.requires_grad and p.grad is None for p in self.student.parameters())
+        self.student.zero_grad(set_to_none=True)
+        return idle
+
+    def epochs(self) -> Iterator[Epoch]:
+        """Train, and yield after every epoch; the first to come is the model before training, as number 0.
+
+        The state is kept before an epoch is evaluated: going on from there yields that epoch again, also the last.
+        """
+        if self.keeper is not None and (state := self.keeper.latest()) is not None:
+            self.restore(state)
+        try:
+            if not self._updates_done:
+                yield self._report(0)
+            while self.at.epoch < self.config.epochs:
+                if self.at.step < self.steps:
+                    self._run_epoch()
+                yield self._report(self.at.epoch + 1)
+                self.at = _Position(epoch=self.at.epoch + 1, best=self.at.best)
+                self._loss_sum.zero_()
+        finally:
+            self.objective.close()
+
+    def _run_epoch(self) -> None:
+        """Do the updates of the epoch under way, from where it stands."""
+        group = self.config.accumulate
+        batches = self.batches.epoch(self.at.epoch, self.at.step * group)
+        begun, first, before = time.perf_counter(), self.at.step, self.at.seconds
+        while self.at.step < self.steps:
+            self._guarded_update([next(batches) for _ in range(group)])
+            self.at.step += 1
+            self.at.seconds = before + time.perf_counter() - begun
+            is_end = self.at.step == self.steps
+            self._stop_if_not_finite(is_end)
+            if self.watch is not None and self.accelerator.is_main_process:
+                self.watch(self._progress((time.perf_counter() - begun) / (self.at.step - first)))
+            if is_end or self._is_due():
+                self._keep()
+
+    def _guarded_update(self, batches: list[Batch]) -> None:
+        try:
+            self._update(batches)
+        except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError
+            if not _is_out_of_memory(error):
+                raise
+            raise TrainError(_advice_on_memory(self.config)) from None
+
+    def _update(self, batches: list[Batch]) -> None:
+        """Change the weights once, by the mean gradient of ``batches``."""
+        module, update = self.objective.module, self._updates_done
+        module.train()
+        for number, batch in enumerate(batches):
+            is_last = number == len(batches) - 1
+            with nullcontext() if is_last else self.accelerator.no_sync(module):
+                loss = self._loss(batch, update * len(batches) + number) / len(batches)
+                self.accelerator.backward(loss)
+            self._loss_sum += loss.detach()
+            self.at.unreadable += batch.unreadable
+        if self.config.clip_grad is not None:
+            self.accelerator.clip_grad_norm_(module.parameters(), self.config.clip_grad)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        if self.schedule is not None:
+            self.schedule.step_update(update + 1)
+        if self._average is not None:
+            self._average.update(self.student, step=update + 1)
+
+    def _loss(self, batch: Batch, draw: int) -> Tensor:
+        device = self.accelerator.device
+        batch = replace(batch, images=batch.images.to(device, non_blocking=True), targets=batch.targets.to(device))
+        with seeded(self.config.seed, self.accelerator.process_index, draw, device=device), self.accelerator.autocast():
+            return self.objective(batch)
+
+    @property
+    def _updates_done(self) -> int:
+        return self.at.epoch * self.steps + self.at.step
+
+    @property
+    def _lr(self) -> float:
+        return max(float(group["lr"]) for group in self.optimizer.param_groups)
+
+    def _stop_if_not_finite(self, is_end: bool) -> None:
+        """Raise if the loss is no number; on a GPU looked at now and then, since looking waits for it."""
+        is_free = self.accelerator.device.type == "cpu"
+        if (is_free or is_end or self.at.step % 20 == 0) and not torch.isfinite(self._loss_sum):
+            raise TrainError(
+                f"the loss is not finite at update {self._updates_done} (epoch {self.at.epoch + 1}, learning rate "
+                f"{self._lr:.2e}): lower --lr, add --clip-grad 1, or train in float32; the last checkpoint is unharmed"
+            )
+
+    def _progress(self, seconds_per_update: float) -> Progress:
+        updates = self.config.epochs * self.steps
+        images = self.config.batch_size * self.config.accumulate * self.accelerator.num_processes
+        step = self.at.step
+        return Progress(
+            epoch=self.at.epoch + 1,
+            epochs=self.config.epochs,
+            update=self._updates_done,
+            updates=updates,
+            lr=self._lr,
+            images_per_second=images / seconds_per_update,
+            seconds_left=(updates - self._updates_done) * seconds_per_update,
+            mean_loss=lambda: self._loss_sum.item() / step,
+        )
+
+    def _report(self, number: int) -> Epoch:
+        """Evaluate, and return the epoch that has just ended."""
+        self.objective.module.eval()
+        last = self._accuracy(self.objective.module)
+        ema = self._accuracy(self._average.module) if self._average is not None else None
+        is_best = last is not None and (self.at.best is None or last > self.at.best)
+        self.at.best = last if is_best else self.at.best
+        images = self.steps * self.config.batch_size * self.config.accumulate * self.accelerator.num_processes
+        names = gather_object(self.at.unreadable)
+        return Epoch(
+            number=number,
+            epochs=self.config.epochs,
+            update=number * self.steps,
+            loss=self._mean_loss() if number else None,
+            lr=self._lr,
+            last=last,
+            best=self.at.best,
+            ema=ema,
+            is_best=is_best,
+            seconds=self.at.seconds,
+            images_per_second=images / self.at.seconds if number else None,
+            unreadable=tuple(sorted(set(names))),
+            student=self._gathered_student(),
+            average=self._average.module if self._average is not None else None,
+        )
+
+    def _mean_loss(self) -> float:
+        total: Tensor = self.accelerator.reduce(self._loss_sum, reduction="mean")
+        return total.item() / self.steps
+
+    def _accuracy(self, model: nn.Module) -> float | None:
+        if self.evaluate is None:
+            return None
+        if not is_sharded(self.accelerator):
+            model = self.accelerator.unwrap_model(model)
+        return self.evaluate(model)
+
+    def _gathered_student(self) -> nn.Module:
+        if self._plain is None:
+            return self.student
+        weights = get_model_state_dict(self.objective.module, options=WHOLE)
+        if weights:  # the first process has them all, the others none
+            self._plain.load_state_dict({name.removeprefix("model."): value for name, value in weights.items()})
+        return self._plain
+
+    def _is_due(self) -> bool:
+        """Whether to keep a state now: the first process looks at its clock, the others do as it says."""
+        if self.keeper is None:
+            return False
+        if self.accelerator.num_processes == 1:
+            return self.keeper.is_due()
+        if self.at.step % 10:
+            return False
+        answer = [self.keeper.is_due()]
+        return bool(broadcast_object_list(answer)[0])
+
+    def _keep(self) -> None:
+        if self.keeper is None:
+            return
+        state = self.state()
+        if self.accelerator.is_main_process:
+            self.keeper.keep(state)
+        self.accelerator.wait_for_everyone()
+
+    def state(self) -> State:
+        """Return everything from which training goes on; all processes must ask, the first one has it."""
+        self.at.loss_sum = self._loss_sum.item()
+        if is_sharded(self.accelerator):
+            model, optimizer = _gather(self.objective.module, self.optimizer.optimizer)
+        else:
+            model, optimizer = self.student.state_dict(), self.optimizer.state_dict()
+        scaler = self.accelerator.scaler
+        return {
+            "format": FORMAT,
+            "model": model,
+            "optimizer": optimizer,
+            "schedule": self.schedule.state_dict() if self.schedule is not None else None,
+            "ema": self._average.state_dict() if self._average is not None else None,
+            "scaler": scaler.state_dict() if scaler is not None else None,
+            "position": asdict(self.at),
+        }
+
+    def restore(self, state: State) -> None:
+        """Go on from ``state``."""
+        if state.get("format") != FORMAT:
+            raise TrainError(f"a checkpoint of format {FORMAT} was expected, not {state.get('format')!r}; start anew")
+        if is_sharded(self.accelerator):
+            options = StateDictOptions(full_state_dict=True)
+            set_state_dict(
+                self.objective.module,
+                self.optimizer.optimizer,
+                model_state_dict=state["model"],
+                optim_state_dict=state["optimizer"],
+                options=options,
+            )
+        else:
+            self.student.load_state_dict(state["model"])
+            self.optimizer.load_state_dict(state["optimizer"])
+        if self.schedule is not None:
+            self.schedule.load_state_dict(state["schedule"])
+        if self._average is not None:
+            self._average.load_state_dict(state["ema"])
+        if self.accelerator.scaler is not None:
+            self.accelerator.scaler.load_state_dict(state["scaler"])
+        self.at = _Position(**state["position"])
+        self._loss_sum.fill_(self.at.loss_sum)
+
+
+def _average(student: nn.Module, config: TrainConfig) -> ModelEmaV3:
+    """Return a copy of ``student`` that follows the mean of its weights."""
+    average = ModelEmaV3(student, config.ema_decay, use_warmup=config.ema_warmup)
+    Classifier(average.module).set_distilled_training(False)
+    return average
+
+
+def _gather(module: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[State, State]:
+    """Return the weights and the optimizer's state of a sharded model, whole, to the first process."""
+    assert optimizer.state, "before the first update torch would invent a state, by an update of its own"
+    model, moments = get_state_dict(module, optimizer, options=WHOLE)
+    return dict(model), dict(moments)
+
+
+def _schedule(optimizer: torch.optim.Optimizer, config: TrainConfig, peak: float, steps: int) -> Scheduler | None:
+    """Return timm's schedule, one step per update; None for a constant learning rate."""
+    if config.schedule == "constant":
+        return None
+    warmup = round(config.warmup * steps) / steps  # a whole number of updates
+    schedule: Scheduler
+    schedule, _ = create_scheduler_v2(
+        optimizer,
+        sched=config.schedule,
+        num_epochs=config.epochs,
+        min_lr=peak * config.final_lr,
+        warmup_lr=peak / 100,
+        warmup_epochs=warmup,  # type: ignore[arg-type]  # parts of epochs are as good
+        decay_epochs=config.decay_epochs,  # type: ignore[arg-type]
+        decay_rate=1.0 if config.schedule == "poly" else 0.1,
+        step_on_epochs=False,
+        updates_per_epoch=steps,
+    )
+    return schedule
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    is_ours = isinstance(error, torch.OutOfMemoryError | MemoryError)
+    return is_ours or "can't allocate memory" in str(error) or "out of memory" in str(error)
+
+
+def _advice_on_memory(config: TrainConfig) -> str:
+    half = max(1, config.batch_size // 2)
+    sentence = f"a batch of {config.batch_size} images does not fit in memory"
+    if half == config.batch_size:
+        return f"{sentence}; use a smaller model or smaller images"
+    return f"{sentence}; try --batch-size {half} --accumulate {config.accumulate * 2}, which trains the same way"
