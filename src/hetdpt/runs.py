@@ -1,0 +1,216 @@
+"""A run directory: what it was asked for, its checkpoints, its numbers. It does not know what the run does.
+
+run.json       what was asked for; the same again goes on, something else is refused
+checkpoints/   the last two states, each with its checksum in its name
+metrics.jsonl  one JSON object per line
+summary.json   written when the run is done
+tensorboard/   the same numbers for TensorBoard, if asked for
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hetdpt.errors import FileError, first_line
+from hetdpt.files import require_new, sha256
+
+RUN, METRICS, SUMMARY = "run.json", "metrics.jsonl", "summary.json"
+CHECKPOINTS, BOARD = "checkpoints", "tensorboard"
+KEPT = 2  # the newest, and the one before it in case the newest is damaged
+
+
+class Run:
+    """The directory of one run; ``open`` makes it or goes on with it."""
+
+    def __init__(self, directory: Path, minutes: float = 10.0, has_board: bool = False) -> None:
+        self.directory = directory
+        self.checkpoints = Checkpoints(directory / CHECKPOINTS, minutes)
+        self.metrics = Metrics(directory / METRICS, directory / BOARD if has_board else None)
+
+    @classmethod
+    def open(cls, directory: Path, asked: dict[str, Any], minutes: float = 10.0, has_board: bool = False) -> Run:
+        """Return the run in ``directory``; ``FileError`` if it was begun with something else than ``asked``.
+
+        ``asked`` is plain JSON: everything that decides the outcome. ``minutes`` lie between two checkpoints;
+        ``has_board`` writes the numbers for TensorBoard too.
+        """
+        file = directory / RUN
+        if not file.is_file():
+            require_new(directory)
+            directory.mkdir(parents=True, exist_ok=True)
+            with written(file) as scratch:
+                scratch.write_text(json.dumps(asked, indent=1) + "\n")
+        _require_same(file, asked)
+        return cls(directory, minutes, has_board)
+
+    @property
+    def summary(self) -> dict[str, Any] | None:
+        """What the run came to; None until it is done."""
+        file = self.directory / SUMMARY
+        return json.loads(file.read_text()) if file.is_file() else None
+
+    def finish(self, summary: dict[str, Any]) -> None:
+        """Write what the run came to, and drop the checkpoints that are of no more use."""
+        with written(self.directory / SUMMARY) as scratch:
+            scratch.write_text(json.dumps(summary, indent=1) + "\n")
+        self.checkpoints.clear()
+
+
+class Checkpoints:
+    """States of a training as files, the newest last; a damaged one is passed over."""
+
+    def __init__(self, directory: Path, minutes: float) -> None:
+        self.directory, self.minutes = directory, minutes
+        self._last = time.monotonic()
+
+    def latest(self) -> dict[str, Any] | None:
+        """Return the newest state that is sound, with a warning for each newer one that is not."""
+        for file in reversed(self._files()):
+            try:
+                return self._read(file)
+            except FileError as error:
+                warnings.warn(f"{error}; going on from the checkpoint before it", stacklevel=2)
+        return None
+
+    def is_due(self) -> bool:
+        """Whether the time between two checkpoints has passed."""
+        return time.monotonic() - self._last >= 60 * self.minutes
+
+    def keep(self, state: dict[str, Any]) -> None:
+        """Write ``state`` as the newest; the one before stays, older ones go."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        files = self._files()
+        number = int(files[-1].name.split("-")[0]) + 1 if files else 1
+        scratch = self.directory / f".{os.getpid()}.pt"
+        torch.save(state, scratch)
+        _flush(scratch)
+        os.replace(scratch, self.directory / f"{number:08d}-{sha256(scratch)}.pt")
+        _flush(self.directory)
+        for old in files[: len(files) + 1 - KEPT]:
+            old.unlink()
+        self._last = time.monotonic()
+
+    def clear(self) -> None:
+        """Remove all of them."""
+        for file in self._files():
+            file.unlink()
+
+    def _files(self) -> list[Path]:
+        names = sorted(self.directory.glob("*.pt")) if self.directory.is_dir() else []
+        return [file for file in names if re.fullmatch(r"\d{8}-[0-9a-f]{64}\.pt", file.name)]
+
+    def _read(self, file: Path) -> dict[str, Any]:
+        if sha256(file) != file.stem.split("-")[1]:
+            raise FileError(f"the checkpoint {file} is damaged")
+        state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
+        return state
+
+
+class Metrics:
+    """Numbers, one JSON object per line, each with its ``kind`` and ``update``.
+
+    A run that was killed had written lines for updates after its last checkpoint; going on, it writes them again. The
+    first line written by this process therefore takes the place of its earlier self and of all that followed.
+    """
+
+    def __init__(self, file: Path, board: Path | None = None) -> None:
+        self.file, self.board = file, board
+        self._is_trimmed = False
+        self._writer: Any = None
+
+    def write(self, kind: str, *, update: int, **numbers: Any) -> None:
+        """Add a line."""
+        if not self._is_trimmed:
+            self._trim(kind, update)
+            self._writer = _board(self.board, update) if self.board else None
+        with self.file.open("a") as file:
+            file.write(json.dumps({"kind": kind, "update": update, **numbers}) + "\n")
+        if self._writer is not None:
+            for name, number in numbers.items():
+                if isinstance(number, int | float):
+                    self._writer.add_scalar(f"{kind}/{name}", number, update)
+            self._writer.flush()
+
+    def read(self, kind: str) -> list[dict[str, Any]]:
+        """Return the lines of one kind."""
+        return [line for line in self._lines() if line["kind"] == kind]
+
+    def _trim(self, kind: str, update: int) -> None:
+        lines = self._lines()
+        is_later = [line["update"] > update or (line["update"], line["kind"]) == (update, kind) for line in lines]
+        kept = lines[: is_later.index(True)] if any(is_later) else lines
+        with written(self.file) as scratch:
+            scratch.write_text("".join(json.dumps(line) + "\n" for line in kept))
+        self._is_trimmed = True
+
+    def _lines(self) -> list[dict[str, Any]]:
+        if not self.file.is_file():
+            return []
+        lines = []
+        for line in self.file.read_text().splitlines():
+            try:
+                lines.append(json.loads(line))
+            except json.JSONDecodeError:  # the last one, cut off when the run was killed
+                break
+        return lines
+
+
+@contextmanager
+def written(target: Path) -> Iterator[Path]:
+    """Give a scratch file that becomes ``target`` when the block ends, all at once or not at all."""
+    scratch = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        yield scratch
+        _flush(scratch)
+        os.replace(scratch, target)
+    finally:
+        scratch.unlink(missing_ok=True)
+
+
+def _board(directory: Path, update: int) -> Any:
+    """Return a writer for TensorBoard whose earlier numbers from ``update`` on are void."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        raise FileError(
+            "TensorBoard is not installed; install hetdpt[tensorboard], or leave --tensorboard out"
+        ) from None
+    return SummaryWriter(str(directory), purge_step=update)
+
+
+def _flush(path: Path) -> None:
+    """Make the system write ``path`` to disk now."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _require_same(file: Path, asked: dict[str, Any]) -> None:
+    try:
+        before = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise FileError(f"{file} cannot be read ({first_line(error)}); give another directory") from None
+    now = json.loads(json.dumps(asked))
+    for key in sorted({*before, *now}):
+        if before.get(key) != now.get(key):
+            raise FileError(
+                f"{file.parent} was begun with {key} = {_short(before.get(key))}, not {_short(now.get(key))}; "
+                "give the same again to go on, or another directory"
+            )
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 40 else f"{text[:40]}..."

@@ -1,0 +1,218 @@
+"""Training in real processes: killed and resumed, on damaged checkpoints, two at once, sharded."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import torch
+from safetensors.torch import load_file
+
+import hetdpt
+
+DATA = ("--data", "demo")
+SMALL = (
+    "--epochs", "2", "--batch-size", "8", "--per-class", "4", "--lr", "1e-3", "--workers", "0",
+    "--checkpoint-minutes", "0",
+)  # fmt: skip
+# Everything random at once: augmentation, mixing, dropped paths; and a moving average.
+RANDOM = (
+    "--set", "training.mixup=0.8", "--set", "training.cutmix=1.0", "--set", "training.ema_decay=0.9",
+    "--set", "drop_path=0.3", "--set", "augmentation.erasing=0.25",
+    "--set", "augmentation.auto_augment=rand-m9-mstd0.5-inc1",
+)  # fmt: skip
+PLAIN = ("--set", "augmentation.scale=[1,1]", "--set", "augmentation.ratio=[1,1]", "--set", "augmentation.hflip=0")
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a directory with a saved dense model and a pruned one."""
+    folder = tmp_path_factory.mktemp("processes")
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        dense = timm.create_model(
+            "vit_tiny_patch16_224", img_size=16, patch_size=4, embed_dim=32, depth=3, num_heads=2, num_classes=10
+        )
+    base = hetdpt.Base(
+        "timm",
+        "vit_tiny_patch16_224",
+        {"img_size": 16, "patch_size": 4, "embed_dim": 32, "depth": 3, "num_heads": 2, "num_classes": 10},
+    )
+    hetdpt.save(dense.eval(), folder / "dense", base=base)
+    (folder / "plan.json").write_text(hetdpt.Plan(attention=(1,), activation=(2,)).to_json())
+    return folder
+
+
+def recovery(home: Path, out: Path, *options: str) -> list[str]:
+    plan = ("--plan", str(home / "plan.json"))
+    return ["-m", "hetdpt", "recover", str(home / "dense"), *plan, *DATA, "--out", str(out), *SMALL, *options]
+
+
+def environment(**variables: str) -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **variables}
+
+
+def finish(command: list[str], **variables: str) -> subprocess.CompletedProcess[str]:
+    result = subprocess.run(
+        command, capture_output=True, text=True, timeout=300, env=environment(**variables), check=False
+    )
+    assert result.returncode == 0, result.stderr
+    return result
+
+
+def kill_at(command: list[str], out: Path, checkpoint: int) -> None:
+    """Start ``command`` and kill it as soon as it has written the given checkpoint."""
+    process = subprocess.Popen(command, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    deadline = time.monotonic() + 120
+    while newest(out) < checkpoint:
+        assert process.poll() is None, process.stderr.read().decode()  # type: ignore[union-attr]
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    process.stderr.close()  # type: ignore[union-attr]
+
+
+def newest(out: Path) -> int:
+    return max((int(file.name.split("-")[0]) for file in (out / "checkpoints").glob("0*.pt")), default=0)
+
+
+def record(out: Path) -> list[dict[str, Any]]:
+    """Return the lines of metrics.jsonl without times."""
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if k not in ("seconds", "images_per_second")} for line in lines]
+
+
+def same_end(one: Path, other: Path) -> None:
+    assert record(one) == record(other)
+    for name in ("best", "last", "ema"):
+        first, second = (load_file(out / name / "model.safetensors") for out in (one, other))
+        assert first.keys() == second.keys()
+        assert all(torch.equal(first[key], second[key]) for key in first), name
+
+
+@pytest.fixture(scope="module")
+def whole(home: Path) -> Path:
+    """Return the directory of a run that nobody interrupted; five updates an epoch."""
+    finish([sys.executable, *recovery(home, home / "whole", *RANDOM)])
+    return home / "whole"
+
+
+@pytest.mark.parametrize("kills", [(1, 4), (3,), (5, 7, 9)], ids=str)
+def test_killed_and_resumed_ends_bit_equal(home: Path, whole: Path, kills: tuple[int, ...], tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    command = [sys.executable, *recovery(home, out, *RANDOM)]
+    for checkpoint in kills:
+        kill_at(command, out, checkpoint)
+        assert not (out / "summary.json").exists()
+    assert "going on with" in finish(command).stdout
+    same_end(whole, out)
+
+
+def test_a_damaged_checkpoint_is_passed_over(home: Path, whole: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    command = [sys.executable, *recovery(home, out, *RANDOM)]
+    kill_at(command, out, 4)
+    last = max((out / "checkpoints").glob("0*.pt"))
+    content = bytearray(last.read_bytes())
+    content[len(content) // 2] ^= 1
+    last.write_bytes(content)
+    result = finish(command)
+    assert f"warning: the checkpoint {last} is damaged; going on from the checkpoint before it" in result.stderr
+    same_end(whole, out)
+
+
+def test_a_finished_run_is_told_and_another_wish_is_refused(home: Path, whole: Path) -> None:
+    before = record(whole)
+    result = finish([sys.executable, *recovery(home, whole, *RANDOM)])
+    assert "is done already" in result.stdout
+    assert record(whole) == before
+    other = subprocess.run(
+        [sys.executable, *recovery(home, whole, *RANDOM, "--seed", "7")],
+        capture_output=True,
+        text=True,
+        env=environment(),
+        check=False,
+    )
+    assert other.returncode == 2
+    assert "was begun with training.seed = 0, not 7" in other.stderr
+
+
+def test_two_processes_with_half_the_batch_equal_one(home: Path, tmp_path: Path) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    finish([sys.executable, *recovery(home, one, *PLAIN)])
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    finish([*torchrun, *recovery(home, two, *PLAIN, "--batch-size", "4")])
+    first, second = (load_file(out / "last" / "model.safetensors") for out in (one, two))
+    start = load_file(home / "dense" / "model.safetensors")
+    for key in first:
+        torch.testing.assert_close(first[key], second[key], rtol=1e-3, atol=2e-5)  # sums in another order
+    assert not torch.equal(first["patch_embed.proj.weight"], start["patch_embed.proj.weight"])
+    for ours, theirs in list(zip(record(one), record(two), strict=True))[1:]:
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-4)
+
+
+def test_two_processes_resume(home: Path, tmp_path: Path) -> None:
+    """Killed with all its processes and started again, the run ends as if it had not been."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    outs = tmp_path / "one", tmp_path / "two"
+    sizes = ("--batch-size", "2", "--epochs", "1")  # ten updates: checkpoints within an epoch come every ten here
+    finish([*torchrun, *recovery(home, outs[0], *RANDOM, *sizes, "--epochs", "2")])
+    command = [*torchrun, *recovery(home, outs[1], *RANDOM, *sizes, "--epochs", "2")]
+    process = subprocess.Popen(command, env=environment(), start_new_session=True, stderr=subprocess.DEVNULL)
+    while newest(outs[1]) < 1:
+        assert process.poll() is None
+        time.sleep(0.01)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    finish(command)
+    same_end(*outs)
+
+
+def test_evaluation_counts_every_image_once_in_two_processes(home: Path) -> None:
+    options = ["-m", "hetdpt", "eval", str(home / "dense"), *DATA, "--batch-size", "50", "--workers", "0", "--json"]
+    one = finish([sys.executable, *options])
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2"]
+    two = finish(
+        [
+            *launch,
+            "--num_machines",
+            "1",
+            "--mixed_precision",
+            "no",
+            "--dynamo_backend",
+            "no",
+            *options[:1],
+            *options[1:],
+        ]
+    )
+    first, second = json.loads(one.stdout), json.loads(two.stdout)
+    assert first.pop("loss") == pytest.approx(second.pop("loss"), rel=1e-5)
+    assert first == second
+    assert first["count"] == 360
+
+
+def test_sharded_over_two_processes(home: Path, tmp_path: Path) -> None:
+    """FSDP through accelerate, as docs/training.md says, on two CPU processes; killed once."""
+    variables = {
+        "ACCELERATE_USE_FSDP": "true",
+        "FSDP_VERSION": "2",
+        "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+        "FSDP_TRANSFORMER_CLS_TO_WRAP": "Block",
+    }
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    plain, sharded = tmp_path / "plain", tmp_path / "sharded"
+    finish([*torchrun, *recovery(home, plain, *PLAIN, "--batch-size", "4")])
+    finish([*torchrun, *recovery(home, sharded, *PLAIN, "--batch-size", "4")], **variables)
+    first, second = (load_file(out / "last" / "model.safetensors") for out in (plain, sharded))
+    for key in first:
+        torch.testing.assert_close(first[key], second[key], rtol=1e-3, atol=2e-5)
+    assert [line["last"] for line in record(plain)] == [line["last"] for line in record(sharded)]
