@@ -12,6 +12,7 @@ from families import named
 from torch import Tensor, nn
 
 import hetdpt
+from hetdpt.adapters.preprocessing import preprocessing_of
 from hetdpt.errors import FileError, HetDPTError, ModelError
 from hetdpt.files import read_sealed_json, write_sealed_json
 from hetdpt.plan import Plan
@@ -228,3 +229,10 @@ def test_huggingface_models_come_back_with_their_class(tmp_path: Path) -> None:
     assert not (tmp_path / "saved" / "config.json").exists()
     with torch.no_grad():
         assert torch.equal(loaded(family.images()).distillation_logits, model(family.images()).distillation_logits)
+
+
+def test_a_saved_model_remembers_what_its_images_are_to_be(model: nn.Module, tmp_path: Path) -> None:
+    model.pretrained_cfg = {**model.pretrained_cfg, "mean": (0.1, 0.2, 0.3), "interpolation": "bilinear"}
+    loaded = hetdpt.load(hetdpt.save(model, tmp_path / "saved"))
+    assert preprocessing_of(loaded) == preprocessing_of(model)
+    assert preprocessing_of(loaded).mean == (0.1, 0.2, 0.3)

@@ -16,43 +16,59 @@ from hetdpt import torchvision_ops
 
 if TYPE_CHECKING:
     from hetdpt.adapters.models import Base, create
+    from hetdpt.data.augmentation import Augmentation
     from hetdpt.errors import HetDPTError
     from hetdpt.export.hub import push_to_hub
     from hetdpt.export.onnx import export_onnx
     from hetdpt.export.saved import load, save
+    from hetdpt.measurement.accuracy import Scores, evaluate
     from hetdpt.measurement.costs import count_macs, count_params
     from hetdpt.measurement.speed import latency_table, measure_throughput
     from hetdpt.plan import Budget, Measurement, Plan, Sample, Site
     from hetdpt.published import published_plan, published_plans
+    from hetdpt.recovery import RecoverConfig, recover
     from hetdpt.surgery import gate_, gates_of, merge_, prune_, restore_, sites
+    from hetdpt.training.config import TrainConfig
+    from hetdpt.training.objective import Distillation
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "hetdpt.adapters.models": ("Base", "create"),
+    "hetdpt.data.augmentation": ("Augmentation",),
     "hetdpt.errors": ("HetDPTError",),
     "hetdpt.export.hub": ("push_to_hub",),
     "hetdpt.export.onnx": ("export_onnx",),
     "hetdpt.export.saved": ("load", "save"),
+    "hetdpt.measurement.accuracy": ("Scores", "evaluate"),
     "hetdpt.measurement.costs": ("count_macs", "count_params"),
     "hetdpt.measurement.speed": ("latency_table", "measure_throughput"),
     "hetdpt.plan": ("Budget", "Measurement", "Plan", "Sample", "Site"),
     "hetdpt.published": ("published_plan", "published_plans"),
+    "hetdpt.recovery": ("RecoverConfig", "recover"),
     "hetdpt.surgery": ("gate_", "gates_of", "merge_", "prune_", "restore_", "sites"),
+    "hetdpt.training.config": ("TrainConfig",),
+    "hetdpt.training.objective": ("Distillation",),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 
 __all__ = [
+    "Augmentation",
     "Base",
     "Budget",
+    "Distillation",
     "HetDPTError",
     "Measurement",
     "Plan",
+    "RecoverConfig",
     "Sample",
+    "Scores",
     "Site",
+    "TrainConfig",
     "count_macs",
     "count_params",
     "create",
+    "evaluate",
     "export_onnx",
     "gate_",
     "gates_of",
@@ -64,6 +80,7 @@ __all__ = [
     "published_plan",
     "published_plans",
     "push_to_hub",
+    "recover",
     "restore_",
     "save",
     "sites",

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from hetdpt.adapters.checkpoints import check_fit
 from hetdpt.adapters.models import Base, base_of, build, create, input_size_of, unfuse_
+from hetdpt.adapters.preprocessing import PREPROCESSING, Preprocessing, preprocessing_of
 from hetdpt.adapters.timm_hub import timm_config
 from hetdpt.errors import FileError, HetDPTError, ModelError
 from hetdpt.export.card import model_card
@@ -42,15 +43,18 @@ class Recipe:
     folded_norms: tuple[int, ...]
     input_size: tuple[int, int, int]
     dtype: str
+    preprocessing: Preprocessing | None = None
+    """None where the model does not say what its images are to be."""
 
     @classmethod
     def of(cls, model: nn.Module, base: Base | None = None) -> Recipe:
         record = record_of(model)
         dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
         base = base or base_of(model)
+        wants = _preprocessing(model)
         if record is None:
-            return cls(base, Plan(), (), (), input_size_of(model), dtype)
-        return cls(base, record.plan, record.merged, record.folded_norms, record.survey.input_size, dtype)
+            return cls(base, Plan(), (), (), input_size_of(model), dtype, wants)
+        return cls(base, record.plan, record.merged, record.folded_norms, record.survey.input_size, dtype, wants)
 
     @classmethod
     def from_dict(cls, values: Any, name: str) -> Recipe:
@@ -62,6 +66,7 @@ class Recipe:
                 folded_norms=tuple(int(block) for block in values["folded_norms"]),
                 input_size=(int(values["input_size"][0]), int(values["input_size"][1]), int(values["input_size"][2])),
                 dtype=str(values["dtype"]),
+                preprocessing=Preprocessing.from_dict(wants) if (wants := values.get("preprocessing")) else None,
             )
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise FileError(f"{name} is no recipe of hetdpt.save: {error!r} is wrong or missing") from None
@@ -71,6 +76,8 @@ class Recipe:
         model = build(self.base, is_empty=is_empty)
         if len(self.plan):
             merge_blocks_(prune_(model, self.plan, self.input_size), self.merged, self.folded_norms)
+        if self.preprocessing is not None:
+            vars(model)[PREPROCESSING] = self.preprocessing
         return model
 
 
@@ -150,6 +157,13 @@ def versions() -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return found
+
+
+def _preprocessing(model: nn.Module) -> Preprocessing | None:
+    try:
+        return preprocessing_of(model)
+    except ModelError:
+        return None
 
 
 def _require_same(model: nn.Module, recipe: Recipe) -> None:

@@ -1,0 +1,59 @@
+"""The command line: parse, call, print. torch is imported by the commands that need it, not by ``--help``."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import typer
+
+from hetdpt.cli import models, training
+from hetdpt.errors import HetDPTError
+
+app = typer.Typer(
+    help="Make Vision Transformers faster by removing attention layers and FFN activations.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+COMMANDS: tuple[Callable[..., None], ...] = (
+    models.inspect,
+    models.bench,
+    models.apply,
+    training.train,
+    training.recover,
+    training.recipes,
+    models.export,
+    models.push,
+    models.demo,
+)
+for command in COMMANDS:
+    app.command()(command)
+app.command("eval")(training.eval_)
+
+
+def main() -> None:
+    """Run the command line; a foreseeable failure is one sentence on stderr and exit code 2."""
+    warnings.showwarning = _show_warning
+    try:
+        app()
+    except (HetDPTError, OSError) as error:
+        typer.echo(f"error: {error}", err=True)
+        sys.exit(2)
+
+
+@app.callback(invoke_without_command=True)
+def _version(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+    if version:
+        from hetdpt import __version__
+
+        typer.echo(f"hetdpt {__version__}")
+        raise typer.Exit
+
+
+def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
+    typer.echo(f"warning: {message}", err=True)

@@ -1,0 +1,203 @@
+"""Commands on a model as it is: inspect, bench, apply, export, push, demo."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from hetdpt.cli.options import (
+    Batch,
+    Classes,
+    Device,
+    ImgSize,
+    Json,
+    Model,
+    Overwrite,
+    PlanName,
+    Pretrained,
+    Quiet,
+    Runs,
+    Weights,
+    read_plan,
+)
+from hetdpt.cli.show import print_breakdown, print_costs, print_json, print_sites, print_speed, progress
+from hetdpt.plan import Plan
+
+
+def inspect(
+    model: Model,
+    plan: Annotated[str | None, typer.Option(help="A plan whose removals and costs to show.")] = None,
+    latency: Annotated[bool, typer.Option("--latency", help="Measure what each site's removal saves here.")] = False,
+    weights: Weights = None,
+    num_classes: Classes = None,
+    img_size: ImgSize = None,
+    batch: Batch = None,
+    device: Device = None,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Show the blocks of a model, what can be removed, and what it costs before and after."""
+    from hetdpt.export.saved import open_model
+    from hetdpt.measurement.costs import Costs
+    from hetdpt.measurement.speed import find_device, latency_table
+    from hetdpt.modules import clone
+    from hetdpt.surgery import merge_, prune_, sites, survey_of
+
+    chosen = read_plan(plan) if plan else Plan()
+    network = open_model(model, weights=weights, num_classes=num_classes, img_size=img_size, is_empty=not latency)
+    found = survey_of(network)
+    left = sites(network)
+    costs = {"dense": Costs.of(network, found.input_size)}
+    if len(chosen):
+        costs["pruned"] = Costs.of(merge_(prune_(clone(network), chosen)), found.input_size)
+    table = None
+    if latency:
+        network.to(find_device(device))
+        with progress("timing", quiet or as_json) as move:
+            table = latency_table(network, batch=batch, progress=move)
+    if as_json:
+        return print_json(
+            model=model,
+            blocks=found.anatomy.blocks,
+            input_size=found.input_size,
+            sites=[{**asdict(site), "removed": chosen.removes(site)} for site in left],
+            refusals=found.refusals,
+            costs={name: asdict(cost) for name, cost in costs.items()},
+            latency=asdict(table) if table else None,
+        )
+    print_sites(left, chosen, table)
+    for refusal in found.refusals:
+        typer.echo(f"not offered: {refusal}")
+    print_costs(costs)
+    if table:
+        print_breakdown(table)
+
+
+def bench(
+    model: Model,
+    plan: PlanName,
+    weights: Weights = None,
+    num_classes: Classes = None,
+    img_size: ImgSize = None,
+    batch: Batch = None,
+    device: Device = None,
+    runs: Runs = 100,
+    seconds: Annotated[float | None, typer.Option(help="Stop early after this time.")] = None,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Measure the speedup of a plan on this machine, dense and pruned taking turns."""
+    from hetdpt.export.saved import open_model
+    from hetdpt.measurement.costs import Costs
+    from hetdpt.measurement.speed import find_device, measure_throughput
+    from hetdpt.modules import clone
+    from hetdpt.surgery import merge_, prune_, survey_of
+
+    chosen = read_plan(plan)
+    place = find_device(device)
+    dense = open_model(model, weights=weights, num_classes=num_classes, img_size=img_size).to(place)
+    size = survey_of(dense).input_size
+    models = {"dense": dense, "pruned": merge_(prune_(clone(dense), chosen))}
+    costs = {name: Costs.of(network, size) for name, network in models.items()}
+    with progress("timing", quiet or as_json) as move:
+        result = measure_throughput(models, size, batch=batch, runs=runs, seconds=seconds, progress=move)
+    if as_json:
+        return print_json(
+            throughput={name: asdict(value) for name, value in result.throughput.items()},
+            speedup=asdict(result.speedup["pruned"]),
+            mac_ratio=costs["dense"].macs / costs["pruned"].macs,
+        )
+    print_costs(costs)
+    print_speed(result, costs)
+
+
+def apply(
+    model: Model,
+    plan: PlanName,
+    out: Annotated[Path, typer.Option(help="Directory to write.")],
+    weights: Weights = None,
+    pretrained: Pretrained = False,
+    num_classes: Classes = None,
+    img_size: ImgSize = None,
+    fold_norms: Annotated[bool, typer.Option("--fold-norms", help="Fold LayerNorm into merged layers too.")] = False,
+    overwrite: Overwrite = False,
+    as_json: Json = False,
+) -> None:
+    """Remove the layers of a plan, merge what became linear, and save the smaller model."""
+    from hetdpt.adapters.models import HF_PREFIX
+    from hetdpt.export.saved import RECIPE, open_model, save
+    from hetdpt.files import require_new
+    from hetdpt.measurement.agreement import relative_difference
+    from hetdpt.measurement.costs import Costs
+    from hetdpt.modules import clone
+    from hetdpt.surgery import merge_, prune_, survey_of
+
+    require_new(out, overwrite, RECIPE)
+    chosen = read_plan(plan)
+    dense = open_model(model, weights=weights, pretrained=pretrained, num_classes=num_classes, img_size=img_size)
+    size = survey_of(dense).input_size
+    pruned = prune_(clone(dense), chosen)
+    merged = merge_(clone(pruned), fold_norms)
+    difference = relative_difference(pruned, merged, size)
+    costs = {"dense": Costs.of(dense, size), "pruned": Costs.of(merged, size)}
+    save(merged, out, overwrite=overwrite)
+    if as_json:
+        rows = {name: asdict(cost) for name, cost in costs.items()}
+        return print_json(directory=str(out), costs=rows, merge_difference=difference)
+    print_costs(costs)
+    typer.echo(f"merging changed the outputs by {difference:.1e} of the largest one (float rounding)")
+    if not (weights or pretrained or Path(model.removeprefix(HF_PREFIX)).is_dir()):
+        typer.echo("note: the weights are random; give --weights FILE or --pretrained for a model that sees anything")
+    typer.echo(f"saved to {out}; load it with hetdpt.load({str(out)!r})")
+
+
+def export(
+    directory: Annotated[str, typer.Argument(help="A saved directory (or a model's name).")],
+    out: Annotated[Path, typer.Option(help="ONNX file to write.")],
+    overwrite: Overwrite = False,
+    as_json: Json = False,
+) -> None:
+    """Write a saved model as ONNX with a dynamic batch and compare it with ONNX Runtime."""
+    from hetdpt.export.onnx import export_onnx
+    from hetdpt.export.saved import open_model
+
+    result = export_onnx(open_model(directory), out, overwrite=overwrite)
+    if as_json:
+        return print_json(**{**asdict(result), "path": str(result.path)})
+    size = out.stat().st_size / 2**20
+    typer.echo(
+        f"wrote {out} ({size:.1f} MiB); ONNX Runtime differs from torch by {result.largest_difference:.1e} at most"
+    )
+
+
+def push(
+    directory: Annotated[Path, typer.Argument(help="A saved directory.")],
+    repo: Annotated[str, typer.Argument(help="user/name on the hub.")],
+    private: Annotated[bool, typer.Option("--private", help="Make a new repository private.")] = False,
+) -> None:
+    """Upload a saved model to the HuggingFace hub."""
+    from hetdpt.export.hub import push_to_hub
+
+    typer.echo(push_to_hub(directory, repo, private=private))
+
+
+def demo(
+    out: Annotated[Path, typer.Option(help="Directory to write the pruned model to.")] = Path("runs/demo"),
+    runs: Runs = 20,
+    quiet: Quiet = False,
+) -> None:
+    """Take the paper's DeiT-S plan (8 layers) through inspect, merge, bench, save and load."""
+    from hetdpt.demo import MODEL, PLAN, demonstrate
+
+    typer.echo(f"{MODEL} under {PLAN} (random weights: speed and size, not accuracy)")
+    with progress("timing", quiet) as move:
+        found = demonstrate(out, runs, move)
+    print_sites(found.sites, found.plan, None)
+    costs = {"dense": found.dense, "pruned": found.pruned}
+    print_costs(costs)
+    print_speed(found.speed, costs)
+    typer.echo(f"merging changed the outputs by {found.merge_difference:.1e} of the largest one")
+    typer.echo(f"saved to {found.directory} and loaded again: difference {found.reload_difference:.1e}")

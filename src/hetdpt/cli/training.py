@@ -1,0 +1,309 @@
+"""Commands that need images: eval, train, recover, recipes. torchrun and ``accelerate launch`` may start them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from hetdpt.cli.options import Classes, Device, ImgSize, Json, Model, Pretrained, Quiet, Weights, read_plan
+from hetdpt.cli.show import is_first_process, print_, print_json, progress, table, watching
+from hetdpt.errors import TrainError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from hetdpt.recovery import RecoverConfig
+    from hetdpt.training.trainer import Epoch
+
+DataName = Annotated[
+    str,
+    typer.Option("--data", help="A folder with train/ and val/, torch/cifar100, hfds/NAME, wds/FOLDER, or demo."),
+]
+DataRoot = Annotated[Path | None, typer.Option(help="Where torch/, hfds/ and wds/ data is kept.")]
+Download = Annotated[bool, typer.Option("--download", help="Fetch torch/ data that is not there.")]
+Fraction = Annotated[float | None, typer.Option(help="Part of the images to use, 0 to 1.")]
+PerClass = Annotated[int | None, typer.Option(min=1, help="Images of each class to use.")]
+Workers = Annotated[int | None, typer.Option(min=0, help="Processes that read images: one per core by default.")]
+Out = Annotated[Path, typer.Option(help="Run directory; the same command again goes on where it stopped.")]
+RecipeName = Annotated[str, typer.Option("--recipe", help="Settings to begin with; hetdpt recipes lists them.")]
+Epochs = Annotated[int | None, typer.Option(min=1, help="Passes over the training images.")]
+BatchSize = Annotated[int | None, typer.Option(min=1, help="Images per process and forward pass.")]
+Accumulate = Annotated[int | None, typer.Option(min=1, help="Forward passes per update of the weights.")]
+Lr = Annotated[float | None, typer.Option(help="Learning rate at its peak, taken as it is.")]
+ClipGrad = Annotated[float | None, typer.Option(help="Largest norm of the gradient.")]
+Precision = Annotated[str | None, typer.Option(help="auto, float32, bfloat16 or float16.")]
+Seed = Annotated[int | None, typer.Option(min=0, help="Order of images, augmentation, mixing.")]
+Minutes = Annotated[float, typer.Option("--checkpoint-minutes", min=0, help="Time between checkpoints in an epoch.")]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option("--set", help="Any other setting, such as training.weight_decay=0.05; may be repeated."),
+]
+Board = Annotated[bool, typer.Option("--tensorboard", help="Write TensorBoard files to OUT/tensorboard too.")]
+
+
+def eval_(
+    model: Model,
+    data: DataName,
+    data_root: DataRoot = None,
+    download: Download = False,
+    weights: Weights = None,
+    pretrained: Pretrained = False,
+    num_classes: Classes = None,
+    img_size: ImgSize = None,
+    fraction: Fraction = None,
+    per_class: PerClass = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="Images per forward pass.")] = 64,
+    workers: Workers = None,
+    device: Device = None,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Measure the accuracy of a model on the validation images."""
+    from hetdpt.data.sources import open_data
+    from hetdpt.export.saved import open_model
+    from hetdpt.measurement.accuracy import evaluate
+    from hetdpt.training.processes import start
+
+    images = open_data(data, splits=("val",), root=data_root, download=download)
+    network = open_model(model, weights=weights, pretrained=pretrained, num_classes=num_classes, img_size=img_size)
+    network.to(start(device=device).device)
+    with progress("evaluating", quiet or as_json) as move:
+        scores = evaluate(
+            network,
+            images,
+            fraction=fraction,
+            per_class=per_class,
+            batch_size=batch_size,
+            workers=_workers(workers),
+            progress=move,
+        )
+    if not is_first_process():
+        return
+    if as_json:
+        return print_json(**asdict(scores))
+    typer.echo(
+        f"top-1 {scores.top1:.2f} % (95 % interval {scores.low:.1f} to {scores.high:.1f}), top-5 {scores.top5:.2f} %, "
+        f"loss {scores.loss:.4f}, {scores.count} images"
+    )
+    _warn_of(scores.unreadable)
+
+
+def train(
+    model: Model,
+    data: DataName,
+    out: Out,
+    weights: Weights = None,
+    pretrained: Pretrained = False,
+    num_classes: Classes = None,
+    img_size: ImgSize = None,
+    data_root: DataRoot = None,
+    download: Download = False,
+    recipe: RecipeName = "quick",
+    epochs: Epochs = None,
+    batch_size: BatchSize = None,
+    accumulate: Accumulate = None,
+    lr: Lr = None,
+    clip_grad: ClipGrad = None,
+    fraction: Fraction = None,
+    per_class: PerClass = None,
+    precision: Precision = None,
+    seed: Seed = None,
+    settings: Settings = None,
+    workers: Workers = None,
+    device: Device = None,
+    minutes: Minutes = 10.0,
+    tensorboard: Board = False,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Train a model on labelled images."""
+    from hetdpt.export.saved import open_model
+
+    given = _given(epochs, batch_size, accumulate, lr, clip_grad, fraction, per_class, precision, seed)
+    config = _config(recipe, {**given, "distillation.kind": "none"}, settings)
+    network = open_model(model, weights=weights, pretrained=pretrained, num_classes=num_classes, img_size=img_size)
+    place = {"device": device, "workers": _workers(workers), "minutes": minutes, "tensorboard": tensorboard}
+    _run(out, network, None, data, (data_root, download), config, place, as_json, quiet)
+
+
+def recover(
+    student: Annotated[str, typer.Argument(help="A saved directory; or, with --plan, the dense model to prune.")],
+    data: DataName,
+    out: Out,
+    teacher: Annotated[str | None, typer.Option(help="The dense model; with --plan, the student unpruned.")] = None,
+    teacher_weights: Annotated[Path | None, typer.Option(help="Checkpoint that fits the teacher.")] = None,
+    plan: Annotated[str | None, typer.Option(help="Layers to remove: a JSON file or a plan of the paper.")] = None,
+    weights: Weights = None,
+    pretrained: Pretrained = False,
+    num_classes: Classes = None,
+    img_size: ImgSize = None,
+    data_root: DataRoot = None,
+    download: Download = False,
+    recipe: RecipeName = "quick",
+    distill: Annotated[str | None, typer.Option(help="none, hard or soft.")] = None,
+    alpha: Annotated[float | None, typer.Option(help="The teacher's part of the loss, 0 to 1.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="Of soft distillation.")] = None,
+    train_merged: Annotated[bool, typer.Option("--train-merged", help="Merge before training: cheaper.")] = False,
+    cache_teacher: Annotated[
+        bool, typer.Option("--cache-teacher", help="One fixed view per image, which the teacher sees once.")
+    ] = False,
+    epochs: Epochs = None,
+    batch_size: BatchSize = None,
+    accumulate: Accumulate = None,
+    lr: Lr = None,
+    clip_grad: ClipGrad = None,
+    fraction: Fraction = None,
+    per_class: PerClass = None,
+    precision: Precision = None,
+    seed: Seed = None,
+    settings: Settings = None,
+    workers: Workers = None,
+    device: Device = None,
+    minutes: Minutes = 10.0,
+    tensorboard: Board = False,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Train a pruned model back to accuracy, with the dense model as its teacher, then merge and save it."""
+    from copy import deepcopy
+
+    from hetdpt.export.saved import open_model
+    from hetdpt.surgery import prune_
+
+    given = _given(epochs, batch_size, accumulate, lr, clip_grad, fraction, per_class, precision, seed)
+    given |= {"distillation.kind": distill, "distillation.alpha": alpha, "distillation.temperature": temperature}
+    given |= {"train_merged": train_merged or None, "cache_teacher": cache_teacher or None}
+    given |= {"augmentation.fixed_views": cache_teacher or None}
+    config = _config(recipe, given, settings)
+    sizes: dict[str, Any] = {"pretrained": pretrained, "num_classes": num_classes, "img_size": img_size}
+    network = open_model(student, weights=weights, **sizes)
+    dense = open_model(teacher, weights=teacher_weights, **sizes) if teacher else None
+    if plan is not None:
+        dense = dense or deepcopy(network)
+        prune_(network, read_plan(plan))
+    if dense is None and config.distillation.kind != "none":
+        raise TrainError("the student needs a teacher to learn from; give --teacher MODEL, or --distill none")
+    place = {"device": device, "workers": _workers(workers), "minutes": minutes, "tensorboard": tensorboard}
+    _run(out, network, dense, data, (data_root, download), config, place, as_json, quiet)
+
+
+def recipes() -> None:
+    """List the recipes: settings of the paper and ours, with what they are said to reach."""
+    from hetdpt.recipes import RECIPES
+
+    rows = table("recipes", "name", "model", "accuracy", "hours", "hardware")
+    for name, make in RECIPES.items():
+        row = make()
+        rows.add_row(name, row.model, row.accuracy, row.hours, row.hardware)
+    print_(rows)
+
+
+def _given(
+    epochs: int | None,
+    batch_size: int | None,
+    accumulate: int | None,
+    lr: float | None,
+    clip_grad: float | None,
+    fraction: float | None,
+    per_class: int | None,
+    precision: str | None,
+    seed: int | None,
+) -> dict[str, Any]:
+    """Return the settings that the options stand for, None where one was not given."""
+    return {
+        "training.epochs": epochs,
+        "training.batch_size": batch_size,
+        "training.accumulate": accumulate,
+        "training.lr": lr,
+        "training.clip_grad": clip_grad,
+        "fraction": fraction,
+        "per_class": per_class,
+        "training.precision": precision,
+        "training.seed": seed,
+    }
+
+
+def _config(recipe: str, given: dict[str, Any], settings: list[str] | None) -> RecoverConfig:
+    from hetdpt.recipes import recipe as recipe_called
+
+    config = recipe_called(recipe).config
+    chosen = {name: value for name, value in given.items() if value is not None}
+    if "training.lr" in chosen:
+        config = config.with_settings({"training.lr_batch": None})
+    for setting in settings or ():
+        name, equals, value = setting.partition("=")
+        if not equals:
+            raise TrainError(f"--set takes NAME=VALUE, such as training.weight_decay=0.05, not {setting!r}")
+        chosen[name.strip()] = _value(value.strip())
+    return config.with_settings(chosen)
+
+
+def _value(text: str) -> Any:
+    """Return what ``text`` means: a number, true, false, null, a list, or itself."""
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError:
+        return text
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _workers(given: int | None) -> int:
+    """Return how many processes read images: this process's part of the cores, or what was given."""
+    import os
+
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return given if given is not None else max(1, min(8, (os.cpu_count() or 1) // processes))
+
+
+def _run(
+    out: Path,
+    student: nn.Module,
+    teacher: nn.Module | None,
+    data: str,
+    where: tuple[Path | None, bool],
+    config: RecoverConfig,
+    place: dict[str, Any],
+    as_json: bool,
+    quiet: bool,
+) -> None:
+    from hetdpt.data.sources import open_data
+    from hetdpt.pipeline import recover_into
+    from hetdpt.runs import RUN, SUMMARY
+
+    is_first = is_first_process()
+    if is_first and not as_json and (out / RUN).is_file():
+        typer.echo(f"{out} is done already" if (out / SUMMARY).is_file() else f"going on with {out}")
+    opened = open_data(data, root=where[0], download=where[1])
+    with watching(quiet or as_json or not is_first) as watch:
+        for epoch in recover_into(out, student, teacher, opened, config, watch=watch, **place):
+            if is_first and not as_json:
+                _print_epoch(epoch)
+    if not is_first:
+        return
+    summary = json.loads((out / SUMMARY).read_text())
+    if as_json:
+        return print_json(directory=str(out), **summary)
+    names = [name for name in ("start", "last", "best", "ema") if summary[name] is not None]
+    typer.echo("accuracy: " + ", ".join(f"{name} {summary[name]:.2f} %" for name in names))
+    _warn_of(summary["unreadable"])
+    typer.echo(f"saved to {out}: {', '.join(name for name in names if name != 'start')}")
+
+
+def _print_epoch(epoch: Epoch) -> None:
+    if not epoch.number:
+        return typer.echo(f"before training: accuracy {epoch.last:.2f} %")
+    ema = f", ema {epoch.ema:.2f} %" if epoch.ema is not None else ""
+    typer.echo(
+        f"epoch {epoch.number}/{epoch.epochs}: loss {epoch.loss:.4f}, last {epoch.last:.2f} %, best {epoch.best:.2f} %"
+        f"{ema}, {epoch.images_per_second:.1f} images/s, {epoch.seconds:.0f} s"
+    )
+
+
+def _warn_of(unreadable: tuple[str, ...] | list[str]) -> None:
+    if unreadable:
+        shown = ", ".join(unreadable[:10]) + (", ..." if len(unreadable) > 10 else "")
+        typer.echo(f"warning: {len(unreadable)} files could not be read and were left out: {shown}", err=True)
