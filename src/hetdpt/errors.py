@@ -21,6 +21,10 @@ class TrainError(HetDPTError):
     """Training that was asked for wrongly, or that cannot go on."""
 
 
+class DeviceError(HetDPTError):
+    """A device that this machine does not have."""
+
+
 class FoldError(HetDPTError):
     """Layers that have no common linear form."""
 

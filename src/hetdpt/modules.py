@@ -1,4 +1,4 @@
-"""What is done with any torch module: copies around the same weights, eval mode for a while, images to feed it."""
+"""What is done with any torch module: copies around the same weights, eval mode for a while, images, a device."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from copy import deepcopy
 
 import torch
 from torch import Tensor, nn
+
+from hetdpt.errors import DeviceError
 
 
 def clone(model: nn.Module) -> nn.Module:
@@ -36,3 +38,18 @@ def random_images(model: nn.Module, size: tuple[int, int, int], batch: int) -> T
     """Return the same random images (B, C, H, W) every time, on the device and in the dtype of ``model``."""
     images = torch.randn(batch, *size, generator=torch.Generator().manual_seed(0))
     return images.to(next(model.parameters()))
+
+
+def find_device(name: str | None = None) -> torch.device:
+    """Return the device called ``name``, or the fastest there is; ``DeviceError`` where it is not to be had.
+
+    >>> find_device("cpu")
+    device(type='cpu')
+    """
+    has = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    if name is None:
+        return torch.device(next(k for k in has if has[k]))
+    kind, _, number = name.partition(":")
+    if not has.get(kind) or not (number or "0").isdecimal():
+        raise DeviceError(f"device {name!r} is not to be had here; there is {', '.join(k for k in has if has[k])}")
+    return torch.device(name)

@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -112,7 +113,10 @@ class Checkpoints:
     def _read(self, file: Path) -> dict[str, Any]:
         if sha256(file) != file.stem.split("-")[1]:
             raise FileError(f"the checkpoint {file} is damaged")
-        state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
+        try:
+            state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
+        except (UnpicklingError, EOFError):  # torch would explain at length how to run code that is in it
+            raise FileError(f"the checkpoint {file} is no state of a training and is not loaded") from None
         return state
 
 
@@ -200,6 +204,8 @@ def _flush(path: Path) -> None:
 def _require_same(file: Path, asked: dict[str, Any]) -> None:
     try:
         before = json.loads(file.read_text())
+        if not isinstance(before, dict):
+            raise ValueError("no JSON object")
     except (OSError, ValueError) as error:
         raise FileError(f"{file} cannot be read ({first_line(error)}); give another directory") from None
     now = json.loads(json.dumps(asked))

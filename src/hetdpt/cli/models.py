@@ -42,8 +42,8 @@ def inspect(
     """Show the blocks of a model, what can be removed, and what it costs before and after."""
     from hetdpt.export.saved import open_model
     from hetdpt.measurement.costs import Costs
-    from hetdpt.measurement.speed import find_device, latency_table
-    from hetdpt.modules import clone
+    from hetdpt.measurement.speed import latency_table
+    from hetdpt.modules import clone, find_device
     from hetdpt.surgery import merge_, prune_, sites, survey_of
 
     chosen = read_plan(plan) if plan else Plan()
@@ -92,8 +92,8 @@ def bench(
     """Measure the speedup of a plan on this machine, dense and pruned taking turns."""
     from hetdpt.export.saved import open_model
     from hetdpt.measurement.costs import Costs
-    from hetdpt.measurement.speed import find_device, measure_throughput
-    from hetdpt.modules import clone
+    from hetdpt.measurement.speed import measure_throughput
+    from hetdpt.modules import clone, find_device
     from hetdpt.surgery import merge_, prune_, survey_of
 
     chosen = read_plan(plan)

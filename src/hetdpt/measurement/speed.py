@@ -195,20 +195,6 @@ def _images(model: nn.Module, input_size: InputSize | None, batch: int | None) -
     return random_images(model, input_size or input_size_of(model), batch or (8 if weight.is_cpu else 256))
 
 
-def find_device(name: str | None = None) -> torch.device:
-    """Return the device called ``name``, or the fastest there is; ``MeasureError`` where it is not to be had.
-
-    >>> find_device("cpu")
-    device(type='cpu')
-    """
-    has = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
-    if name is None:
-        return torch.device(next(kind for kind in has if has[kind]))
-    if not has.get(name.partition(":")[0]):
-        raise MeasureError(f"device {name!r} is not to be had here; there is {', '.join(k for k in has if has[k])}")
-    return torch.device(name)
-
-
 def synchronize(device: torch.device) -> None:
     """Wait until ``device`` has done what it was given."""
     if device.type == "cuda":

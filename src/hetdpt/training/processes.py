@@ -12,6 +12,7 @@ from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, parse_flag_from_env
 
 from hetdpt.errors import TrainError
+from hetdpt.modules import find_device
 
 __all__ = ["Accelerator", "is_sharded", "start"]
 
@@ -23,13 +24,12 @@ def start(precision: str = "float32", device: str | None = None) -> Accelerator:
 
     ``device`` as in ``cpu``, ``cuda:1``; the fastest there is by default.
     """
-    place = torch.device(device) if device else None
-    if place is not None and place.type == "cuda":
-        if not torch.cuda.is_available():
-            raise TrainError(f"the device {device} was asked for, but this machine has no CUDA; leave --device out")
+    place = find_device(device)
+    if place.type == "cuda" and place.index is not None:
         torch.cuda.set_device(place)
-    is_cpu = place.type == "cpu" if place is not None else not torch.accelerator.is_available()
-    AcceleratorState._reset_state()  # a run before this one in the same process may have had another precision
+    is_cpu = place.type == "cpu"
+    # A run before this one in the same process may have had another precision or device.
+    AcceleratorState._reset_state(reset_partial_state=not torch.distributed.is_initialized())
     name = _NAMES[_choose(precision, PartialState(cpu=is_cpu).device)]
     accelerator = Accelerator(cpu=is_cpu, mixed_precision=name)
     if int(os.environ.get("WORLD_SIZE", "1")) != accelerator.num_processes:
@@ -50,6 +50,10 @@ def is_sharded(accelerator: Accelerator) -> bool:
 
 
 def _choose(precision: str, device: torch.device) -> str:
+    """Return the precision that ``auto`` stands for here (the launcher's, if it names one), or the one asked for."""
+    if precision == "auto":
+        launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+        precision = next((name for name, theirs in _NAMES.items() if theirs == launched != "no"), "auto")
     if precision == "auto":
         if device.type != "cuda":
             return "float32"

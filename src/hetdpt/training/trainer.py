@@ -203,7 +203,7 @@ class Trainer:
         batches = self.batches.epoch(self.at.epoch, self.at.step * group)
         begun, first, before = time.perf_counter(), self.at.step, self.at.seconds
         while self.at.step < self.steps:
-            self._guarded_update([next(batches) for _ in range(group)])
+            self.update([next(batches) for _ in range(group)])
             self.at.step += 1
             self.at.seconds = before + time.perf_counter() - begun
             is_end = self.at.step == self.steps
@@ -213,7 +213,8 @@ class Trainer:
             if is_end or self._is_due():
                 self._keep()
 
-    def _guarded_update(self, batches: list[Batch]) -> None:
+    def update(self, batches: list[Batch]) -> None:
+        """Change the weights once, by the mean gradient of ``batches``; say so if memory does not suffice."""
         try:
             self._update(batches)
         except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError
@@ -222,7 +223,6 @@ class Trainer:
             raise TrainError(_advice_on_memory(self.config)) from None
 
     def _update(self, batches: list[Batch]) -> None:
-        """Change the weights once, by the mean gradient of ``batches``."""
         module, update = self.objective.module, self._updates_done
         module.train()
         for number, batch in enumerate(batches):
