@@ -35,8 +35,9 @@ lint: $(STAMP) ## Check style, format and types
 	$(BIN)/python -m ruff format --check .
 	$(BIN)/python -m mypy
 
-bench: $(STAMP) ## Measure inference on this machine
+bench: $(STAMP) ## Measure inference and training on this machine
 	$(BIN)/python benchmarks/inference.py $(ARGS)
+	$(BIN)/python benchmarks/training.py
 
 families: $(STAMP) ## Write docs/families.md: which model families work
 	$(BIN)/python benchmarks/families.py --out docs/families.md $(ARGS)

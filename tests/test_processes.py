@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -11,6 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import timm
 import torch
@@ -29,6 +31,19 @@ RANDOM = (
     "--set", "drop_path=0.3", "--set", "augmentation.erasing=0.25",
     "--set", "augmentation.auto_augment=rand-m9-mstd0.5-inc1",
 )  # fmt: skip
+NO_MIX = ("--set", "training.mixup=0", "--set", "training.cutmix=0")
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+# accelerate itself calls it so; with --cpu it would start one process
+LAUNCH = [
+    sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1",
+    "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0",
+]  # fmt: skip
+SHARDED = {
+    "ACCELERATE_USE_FSDP": "true",
+    "FSDP_VERSION": "2",
+    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+    "FSDP_TRANSFORMER_CLS_TO_WRAP": "Block",
+}
 PLAIN = ("--set", "augmentation.scale=[1,1]", "--set", "augmentation.ratio=[1,1]", "--set", "augmentation.hflip=0")
 
 
@@ -149,8 +164,7 @@ def test_a_finished_run_is_told_and_another_wish_is_refused(home: Path, whole: P
 def test_two_processes_with_half_the_batch_equal_one(home: Path, tmp_path: Path) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
     finish([sys.executable, *recovery(home, one, *PLAIN)])
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    finish([*torchrun, *recovery(home, two, *PLAIN, "--batch-size", "4")])
+    finish([*TORCHRUN, *recovery(home, two, *PLAIN, "--batch-size", "4")])
     first, second = (load_file(out / "last" / "model.safetensors") for out in (one, two))
     start = load_file(home / "dense" / "model.safetensors")
     for key in first:
@@ -160,59 +174,67 @@ def test_two_processes_with_half_the_batch_equal_one(home: Path, tmp_path: Path)
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-4)
 
 
-def test_two_processes_resume(home: Path, tmp_path: Path) -> None:
-    """Killed with all its processes and started again, the run ends as if it had not been."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    outs = tmp_path / "one", tmp_path / "two"
-    sizes = ("--batch-size", "2", "--epochs", "1")  # ten updates: checkpoints within an epoch come every ten here
-    finish([*torchrun, *recovery(home, outs[0], *RANDOM, *sizes, "--epochs", "2")])
-    command = [*torchrun, *recovery(home, outs[1], *RANDOM, *sizes, "--epochs", "2")]
-    process = subprocess.Popen(command, env=environment(), start_new_session=True, stderr=subprocess.DEVNULL)
-    while newest(outs[1]) < 1:
+def kill_all_at(command: list[str], out: Path, checkpoint: int, **variables: str) -> None:
+    """Start ``command`` and kill it with all the processes it started, once it has written the given checkpoint."""
+    process = psutil.Popen(command, env=environment(**variables), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    while newest(out) < checkpoint:
         assert process.poll() is None
-        time.sleep(0.01)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-    finish(command)
+        time.sleep(0.005)
+    family = [process, *process.children(recursive=True)]  # torchrun gives its workers sessions of their own
+    assert len(family) >= 3
+    for member in family:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            member.kill()
+    psutil.wait_procs(family, timeout=30)
+
+
+def test_two_processes_resume(home: Path, tmp_path: Path) -> None:
+    """Several processes look at the clock every ten updates: the kill comes within the first epoch of twenty."""
+    outs = tmp_path / "one", tmp_path / "two"
+    for out in outs:
+        command = [*TORCHRUN, *recovery(home, out, *RANDOM, "--batch-size", "1", *NO_MIX)]
+        if out == outs[1]:
+            kill_all_at(command, out, 1)
+            assert newest(out) == 1
+        finish(command)
     same_end(*outs)
 
 
 def test_evaluation_counts_every_image_once_in_two_processes(home: Path) -> None:
     options = ["-m", "hetdpt", "eval", str(home / "dense"), *DATA, "--batch-size", "50", "--workers", "0", "--json"]
     one = finish([sys.executable, *options])
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2"]
-    two = finish(
-        [
-            *launch,
-            "--num_machines",
-            "1",
-            "--mixed_precision",
-            "no",
-            "--dynamo_backend",
-            "no",
-            *options[:1],
-            *options[1:],
-        ]
-    )
+    two = finish([*LAUNCH, *options])
     first, second = json.loads(one.stdout), json.loads(two.stdout)
     assert first.pop("loss") == pytest.approx(second.pop("loss"), rel=1e-5)
     assert first == second
     assert first["count"] == 360
 
 
-def test_sharded_over_two_processes(home: Path, tmp_path: Path) -> None:
-    """FSDP through accelerate, as docs/training.md says, on two CPU processes; killed once."""
-    variables = {
-        "ACCELERATE_USE_FSDP": "true",
-        "FSDP_VERSION": "2",
-        "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
-        "FSDP_TRANSFORMER_CLS_TO_WRAP": "Block",
-    }
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+def test_accelerate_launch_trains_as_torchrun_does(home: Path, tmp_path: Path) -> None:
+    """A model of random weights: all processes must begin with the same ones."""
+    outs = tmp_path / "torchrun", tmp_path / "accelerate"
+    sizes = ("--num-classes", "10", "--img-size", "32", "--batch-size", "4", "--epochs", "1")
+    for launcher, out in zip((TORCHRUN, LAUNCH), outs, strict=True):
+        train = ["-m", "hetdpt", "train", "vit_tiny_patch16_224", *DATA, "--out", str(out)]
+        finish([*launcher, *train, *SMALL, *sizes, "--per-class", "1"])
+        assert json.loads((out / "run.json").read_text())["processes"] == 2
+    assert record(outs[0]) == record(outs[1])
+
+
+def test_sharded_over_two_processes_and_killed_once(home: Path, tmp_path: Path) -> None:
+    """FSDP through accelerate, as docs/training.md says, on two CPU processes."""
     plain, sharded = tmp_path / "plain", tmp_path / "sharded"
-    finish([*torchrun, *recovery(home, plain, *PLAIN, "--batch-size", "4")])
-    finish([*torchrun, *recovery(home, sharded, *PLAIN, "--batch-size", "4")], **variables)
+    finish([*TORCHRUN, *recovery(home, plain, *PLAIN, "--batch-size", "4")])
+    command = [*TORCHRUN, *recovery(home, sharded, *PLAIN, "--batch-size", "4")]
+    kill_all_at(command, sharded, 1, **SHARDED)
+    finish(command, **SHARDED)
     first, second = (load_file(out / "last" / "model.safetensors") for out in (plain, sharded))
     for key in first:
         torch.testing.assert_close(first[key], second[key], rtol=1e-3, atol=2e-5)
-    assert [line["last"] for line in record(plain)] == [line["last"] for line in record(sharded)]
+    assert record(plain)[-1]["last"] == record(sharded)[-1]["last"]
+
+
+def test_an_unpruned_model_trains_sharded(home: Path, tmp_path: Path) -> None:
+    train = ["-m", "hetdpt", "train", str(home / "dense"), *DATA, "--out", str(tmp_path / "run"), *SMALL]
+    finish([*TORCHRUN, *train, "--epochs", "1", "--set", "drop_path=0.1"], **SHARDED)
+    assert hetdpt.load(tmp_path / "run" / "last")

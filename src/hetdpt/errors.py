@@ -22,7 +22,7 @@ class TrainError(HetDPTError):
 
 
 class DeviceError(HetDPTError):
-    """A device that this machine does not have."""
+    """A device that is not there, or has too little memory."""
 
 
 class FoldError(HetDPTError):

@@ -34,6 +34,18 @@ def evaluating(*models: nn.Module) -> Iterator[None]:
             module.training = mode
 
 
+@contextmanager
+def memory_advice(sentence: str) -> Iterator[None]:
+    """Raise ``DeviceError(sentence)`` in place of whatever torch raises where memory does not suffice."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError
+        words = ("can't allocate memory", "out of memory", "out of shared memory")
+        if isinstance(error, MemoryError) or any(word in str(error) for word in words):
+            raise DeviceError(sentence) from None
+        raise
+
+
 def random_images(model: nn.Module, size: tuple[int, int, int], batch: int) -> Tensor:
     """Return the same random images (B, C, H, W) every time, on the device and in the dtype of ``model``."""
     images = torch.randn(batch, *size, generator=torch.Generator().manual_seed(0))

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from hetdpt.data.sources import Data, open_data
+from hetdpt.data.streams import Stream
 from hetdpt.export.saved import save
 from hetdpt.recovery import RecoverConfig, recover
 from hetdpt.runs import Run
@@ -44,6 +45,8 @@ def recover_into(
     processes = start(config.training.precision, device)
     with processes.main_process_first():
         asked = _asked(student, teacher, opened, config, processes.num_processes)
+        if isinstance(opened.train, Stream):
+            asked["workers"] = workers  # they share out the shards, and so decide the order
         run = Run.open(directory, asked, minutes, has_board=tensorboard)
     if run.summary is not None:
         return

@@ -6,14 +6,13 @@ from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import torch
+from pydantic import TypeAdapter, ValidationError
 from torch import Tensor, nn
 
-from hetdpt.adapters.heads import logits_of
 from hetdpt.adapters.models import num_classes_of
 from hetdpt.adapters.preprocessing import preprocessing_of
 from hetdpt.data.augmentation import Augmentation
@@ -23,8 +22,8 @@ from hetdpt.data.sources import Data, open_data
 from hetdpt.data.subset import subset
 from hetdpt.errors import TrainError
 from hetdpt.measurement.accuracy import measure_accuracy
-from hetdpt.modules import evaluating
-from hetdpt.surgery import drop_paths, merge_
+from hetdpt.modules import memory_advice
+from hetdpt.surgery import drop_paths, merge_, survey_of
 from hetdpt.training.config import TrainConfig
 from hetdpt.training.objective import Distillation, Objective
 from hetdpt.training.processes import Accelerator, start
@@ -71,20 +70,28 @@ class RecoverConfig:
         """
         parts: dict[str, dict[str, Any]] = {}
         for name, value in settings.items():
-            _require_field(name)
+            _require_setting(name, value)
             part, _, leaf = name.rpartition(".")
             parts.setdefault(part, {})[leaf] = value
         own = parts.pop("", {})
         return replace(self, **own, **{part: replace(getattr(self, part), **new) for part, new in parts.items()})
 
 
-def _require_field(name: str) -> None:
+def _require_setting(name: str, value: Any) -> None:
+    """Refuse a name that no setting has, and a value of another type than the setting's."""
     parts = {"training": TrainConfig, "augmentation": Augmentation, "distillation": Distillation}
     own = [f.name for f in fields(RecoverConfig) if f.name not in parts]
     known = own + [f"{part}.{f.name}" for part, kind in parts.items() for f in fields(kind)]
     if name not in known:
         near = get_close_matches(name, known, 1, 0) or known
         raise TrainError(f"there is no setting {name}; the nearest is {near[0]}")
+    part, _, leaf = name.rpartition(".")
+    kind = get_type_hints(parts.get(part, RecoverConfig))[leaf]
+    try:
+        TypeAdapter(kind).validate_python(value, strict=True)
+    except ValidationError:
+        text = kind.__name__ if isinstance(kind, type) else str(kind)
+        raise TrainError(f"{name} is {value!r}, but {text} was expected") from None
 
 
 def recover(
@@ -117,23 +124,21 @@ def recover(
         merge_(student)
     opened = data if isinstance(data, Data) else open_data(str(data))
     batches, validation = _batches(student, opened, config, accelerator, workers)
-    distillation, teacher = _teaching(student, teacher, config, accelerator)
-    answers = _ask(teacher, batches, accelerator) if config.cache_teacher and teacher is not None else None
-    trainer = Trainer(
-        accelerator,
-        Objective(student, config.training, distillation, teacher, answers),
-        batches,
-        config.training,
-        evaluate=partial(_top1, validation),
-        keeper=keeper,
-        watch=watch,
-    )
-    with drop_paths(student, config.drop_path):
-        yield from trainer.epochs()
+    objective = Objective(student, config.training, *_teaching(student, teacher, config, accelerator))
+    if config.cache_teacher and objective.teacher is not None:
+        objective.answers = _ask(objective, batches, accelerator)
+    unreadable: set[str] = set()
 
+    def evaluate(model: nn.Module) -> float:
+        scores = measure_accuracy(model, validation)
+        unreadable.update(scores.unreadable)
+        return scores.top1
 
-def _top1(batches: EvaluationBatches, model: nn.Module) -> float:
-    return measure_accuracy(model, batches).top1
+    found = survey_of(student)  # before the weights are spread over processes
+    trainer = Trainer(accelerator, objective, batches, config.training, evaluate=evaluate, keeper=keeper, watch=watch)
+    with drop_paths(student, config.drop_path, found):
+        for epoch in trainer.epochs():
+            yield replace(epoch, unreadable=tuple(sorted({*epoch.unreadable, *unreadable})))
 
 
 def _batches(
@@ -174,15 +179,14 @@ def _teaching(
     return config.distillation, deepcopy(teacher).to(accelerator.device)
 
 
-@torch.no_grad()
-def _ask(teacher: nn.Module, batches: TrainingBatches, accelerator: Accelerator) -> Tensor:
+def _ask(objective: Objective, batches: TrainingBatches, accelerator: Accelerator) -> Tensor:
     """Return the teacher's logits (images, classes) for the fixed view of every training image, on the CPU."""
-    answers = torch.zeros(batches.count, num_classes_of(teacher))
-    with evaluating(teacher):
-        for batch in batches.in_order():
-            is_real = batch.indices >= 0
-            logits = logits_of(teacher(batch.images.to(accelerator.device))).float().cpu()
-            answers[batch.indices[is_real]] = logits[is_real]
+    answers = torch.zeros(batches.count, num_classes_of(objective.model.model))
+    for batch in batches.in_order():
+        is_real = batch.indices >= 0
+        with memory_advice(f"{len(batch.images)} images at once do not fit in memory; lower --batch-size"):
+            logits = objective.ask(batch.images.to(accelerator.device)).float().cpu()
+        answers[batch.indices[is_real]] = logits[is_real]
     if accelerator.num_processes > 1:
         answers = accelerator.reduce(answers.to(accelerator.device), reduction="sum").cpu()
     return answers

@@ -45,20 +45,27 @@ class Run:
         ``asked`` is plain JSON: everything that decides the outcome. ``minutes`` lie between two checkpoints;
         ``has_board`` writes the numbers for TensorBoard too.
         """
-        file = directory / RUN
-        if not file.is_file():
-            require_new(directory)
-            directory.mkdir(parents=True, exist_ok=True)
+        file, run = directory / RUN, cls(directory, minutes, has_board)
+        if file.is_file():
+            _read_json(file)  # a damaged one is refused, whatever is beside it
+        else:
+            _make(directory)
+        if not run.is_begun:
             with written(file) as scratch:
                 scratch.write_text(json.dumps(asked, indent=1) + "\n")
         _require_same(file, asked)
-        return cls(directory, minutes, has_board)
+        return run
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether there is something to go on from, or to lose."""
+        return bool(self.checkpoints.files()) or (self.directory / SUMMARY).is_file()
 
     @property
     def summary(self) -> dict[str, Any] | None:
         """What the run came to; None until it is done."""
         file = self.directory / SUMMARY
-        return json.loads(file.read_text()) if file.is_file() else None
+        return _read_json(file) if file.is_file() else None
 
     def finish(self, summary: dict[str, Any]) -> None:
         """Write what the run came to, and drop the checkpoints that are of no more use."""
@@ -73,13 +80,24 @@ class Checkpoints:
     def __init__(self, directory: Path, minutes: float) -> None:
         self.directory, self.minutes = directory, minutes
         self._last = time.monotonic()
+        self._damaged: list[Path] = []
 
     def latest(self) -> dict[str, Any] | None:
-        """Return the newest state that is sound, with a warning for each newer one that is not."""
-        for file in reversed(self._files()):
+        """Return the newest state that is sound, with a warning for each newer one that is not; None for a new run.
+
+        Where all are damaged this is a ``FileError``: a new start would overwrite what the run came to so far.
+        """
+        files = self.files()
+        for file in reversed(files):
             try:
                 return self._read(file)
             except FileError as error:
+                self._damaged.append(file)
+                if file == files[0]:
+                    raise FileError(
+                        f"{error}, and there is none before it; remove {self.directory} to begin anew, "
+                        "or give another directory"
+                    ) from None
                 warnings.warn(f"{error}; going on from the checkpoint before it", stacklevel=2)
         return None
 
@@ -90,25 +108,38 @@ class Checkpoints:
     def keep(self, state: dict[str, Any]) -> None:
         """Write ``state`` as the newest; the one before stays, older ones go."""
         self.directory.mkdir(parents=True, exist_ok=True)
-        files = self._files()
+        files = self.files()
         number = int(files[-1].name.split("-")[0]) + 1 if files else 1
         scratch = self.directory / f".{os.getpid()}.pt"
-        torch.save(state, scratch)
-        _flush(scratch)
+        self._save(state, scratch)
         os.replace(scratch, self.directory / f"{number:08d}-{sha256(scratch)}.pt")
         _flush(self.directory)
-        for old in files[: len(files) + 1 - KEPT]:
-            old.unlink()
+        sound = [file for file in files if file not in self._damaged]
+        left_by_kills = [*self.directory.glob(".*.pt")]
+        for old in [*sound[: len(sound) + 1 - KEPT], *self._damaged, *left_by_kills]:
+            old.unlink(missing_ok=True)
         self._last = time.monotonic()
 
     def clear(self) -> None:
         """Remove all of them."""
-        for file in self._files():
+        for file in [*self.files(), *self.directory.glob(".*.pt")]:
             file.unlink()
 
-    def _files(self) -> list[Path]:
+    def files(self) -> list[Path]:
+        """Return the checkpoints there are, the newest last."""
         names = sorted(self.directory.glob("*.pt")) if self.directory.is_dir() else []
         return [file for file in names if re.fullmatch(r"\d{8}-[0-9a-f]{64}\.pt", file.name)]
+
+    def _save(self, state: dict[str, Any], scratch: Path) -> None:
+        try:
+            torch.save(state, scratch)
+            _flush(scratch)
+        except (OSError, RuntimeError) as error:  # torch says of a full disk only that a position is unexpected
+            scratch.unlink(missing_ok=True)
+            raise FileError(
+                f"a checkpoint cannot be written to {self.directory} ({first_line(error)}); is the disk full? "
+                "The checkpoint before is unharmed"
+            ) from None
 
     def _read(self, file: Path) -> dict[str, Any]:
         if sha256(file) != file.stem.split("-")[1]:
@@ -201,14 +232,33 @@ def _flush(path: Path) -> None:
         os.close(handle)
 
 
-def _require_same(file: Path, asked: dict[str, Any]) -> None:
+def _make(directory: Path) -> None:
+    """Make a directory in which there is nothing but what a kill left of its first file."""
+    scratches = list(directory.glob(f".{RUN}.*")) if directory.is_dir() else []
+    if directory.is_dir() and len(scratches) < len(list(directory.iterdir())):
+        raise FileError(f"{directory} holds other things than a run; give a new or an empty directory")
+    if not directory.is_dir():
+        require_new(directory)
     try:
-        before = json.loads(file.read_text())
-        if not isinstance(before, dict):
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise FileError(f"{directory} cannot be written: {error.strerror}; give another place") from None
+    for scratch in scratches:
+        scratch.unlink(missing_ok=True)
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(file.read_text())
+        if not isinstance(values, dict):
             raise ValueError("no JSON object")
     except (OSError, ValueError) as error:
         raise FileError(f"{file} cannot be read ({first_line(error)}); give another directory") from None
-    now = json.loads(json.dumps(asked))
+    return values
+
+
+def _require_same(file: Path, asked: dict[str, Any]) -> None:
+    before, now = _read_json(file), json.loads(json.dumps(asked))
     for key in sorted({*before, *now}):
         if before.get(key) != now.get(key):
             raise FileError(

@@ -167,13 +167,13 @@ def merge_blocks_(model: nn.Module, blocks: Iterable[int], folded_norms: Iterabl
 
 
 @contextmanager
-def drop_paths(model: nn.Module, rate: float) -> Iterator[None]:
+def drop_paths(model: nn.Module, rate: float, found: Survey | None = None) -> Iterator[None]:
     """Leave out branches at random while ``model`` trains: one of image and block with probability rate * l / (L - 1).
 
-    A model that was built with drop path keeps its own instead.
+    A model that was built with drop path keeps its own instead. ``found`` is where its layers are, if that is known.
     """
     has_own = any(getattr(module, "drop_prob", None) for module in model.modules())
-    record, found = record_of(model), survey_of(model)
+    record, found = record_of(model), found or survey_of(model)
     gone = [h for h in found.handles if record and record.plan.removes(h.site) and _goes_whole(h, record.plan)]
     kept = [h for h in found.handles if h.parts and h not in gone]
     last = max(found.anatomy.blocks - 1, 1)

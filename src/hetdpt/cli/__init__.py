@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import warnings
 from collections.abc import Callable
@@ -42,7 +43,8 @@ def main() -> None:
     try:
         app()
     except (HetDPTError, OSError) as error:
-        typer.echo(f"error: {error}", err=True)
+        rank = os.environ.get("RANK", "0")
+        typer.echo(f"error: {error}" if rank == "0" else f"error in process {rank}: {error}", err=True)
         sys.exit(2)
 
 

@@ -50,15 +50,18 @@ def progress(title: str, is_quiet: bool) -> Iterator[Callable[[int, int], None] 
 
 
 @contextmanager
-def watching(is_quiet: bool) -> Iterator[Callable[[Progress], None] | None]:
-    """Give a watcher of a training: a bar with the time left in a terminal, a line now and then elsewhere."""
+def watching(is_quiet: bool) -> Iterator[tuple[Callable[[Progress], None] | None, Callable[[str], None]]]:
+    """Give a watcher of a training, and what prints a line meanwhile.
+
+    The watcher is a bar with the time left in a terminal, a line now and then elsewhere.
+    """
     if is_quiet:
-        yield None
+        yield None, typer.echo
     elif not sys.stderr.isatty():
-        yield _lines()
+        yield _lines(), typer.echo
     else:
-        with _bar() as watch:
-            yield watch
+        with _bar() as both:
+            yield both
 
 
 def _lines() -> Callable[[Progress], None]:
@@ -74,7 +77,7 @@ def _lines() -> Callable[[Progress], None]:
 
 
 @contextmanager
-def _bar() -> Iterator[Callable[[Progress], None]]:
+def _bar() -> Iterator[tuple[Callable[[Progress], None], Callable[[str], None]]]:
     from rich.console import Console
     from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
     from rich.progress import Progress as Bar
@@ -91,7 +94,12 @@ def _bar() -> Iterator[Callable[[Progress], None]]:
                 last = time.monotonic()
                 bar.update(task, description=_words(now), left=str(timedelta(seconds=round(now.seconds_left))))
 
-        yield watch
+        def say(line: str) -> None:
+            bar.stop()  # takes the bar away, so that the line does not begin behind it
+            typer.echo(line)
+            bar.start()
+
+        yield watch, say
 
 
 def _words(now: Progress) -> str:

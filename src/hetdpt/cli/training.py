@@ -23,11 +23,15 @@ DataName = Annotated[
     str,
     typer.Option("--data", help="A folder with train/ and val/, torch/cifar100, hfds/NAME, wds/FOLDER, or demo."),
 ]
-DataRoot = Annotated[Path | None, typer.Option(help="Where torch/, hfds/ and wds/ data is kept.")]
+DataRoot = Annotated[
+    Path | None, typer.Option(help="Where torch/, hfds/ and wds/ data is kept, and where a relative folder begins.")
+]
 Download = Annotated[bool, typer.Option("--download", help="Fetch torch/ data that is not there.")]
 Fraction = Annotated[float | None, typer.Option(help="Part of the images to use, 0 to 1.")]
 PerClass = Annotated[int | None, typer.Option(min=1, help="Images of each class to use.")]
-Workers = Annotated[int | None, typer.Option(min=0, help="Processes that read images: one per core by default.")]
+Workers = Annotated[
+    int | None, typer.Option(min=0, help="Processes that read images: one per core by default, at most 8.")
+]
 Out = Annotated[Path, typer.Option(help="Run directory; the same command again goes on where it stopped.")]
 RecipeName = Annotated[str, typer.Option("--recipe", help="Settings to begin with; hetdpt recipes lists them.")]
 Epochs = Annotated[int | None, typer.Option(min=1, help="Passes over the training images.")]
@@ -122,10 +126,14 @@ def train(
 ) -> None:
     """Train a model on labelled images."""
     from hetdpt.export.saved import open_model
+    from hetdpt.randomness import seeded
 
     given = _given(epochs, batch_size, accumulate, lr, clip_grad, fraction, per_class, precision, seed)
+    if any(setting.startswith("distillation.") for setting in settings or ()):
+        raise TrainError("train has no teacher to distil from; use hetdpt recover MODEL --teacher TEACHER")
     config = _config(recipe, {**given, "distillation.kind": "none"}, settings)
-    network = open_model(model, weights=weights, pretrained=pretrained, num_classes=num_classes, img_size=img_size)
+    with seeded(config.training.seed):  # all processes, now and when resumed, begin with the same random weights
+        network = open_model(model, weights=weights, pretrained=pretrained, num_classes=num_classes, img_size=img_size)
     place = {"device": device, "workers": _workers(workers), "minutes": minutes, "tensorboard": tensorboard}
     _run(out, network, None, data, (data_root, download), config, place, as_json, quiet)
 
@@ -171,7 +179,8 @@ def recover(
     """Train a pruned model back to accuracy, with the dense model as its teacher, then merge and save it."""
     from copy import deepcopy
 
-    from hetdpt.export.saved import open_model
+    from hetdpt.export.saved import RECIPE, open_model
+    from hetdpt.randomness import seeded
     from hetdpt.surgery import prune_
 
     given = _given(epochs, batch_size, accumulate, lr, clip_grad, fraction, per_class, precision, seed)
@@ -179,9 +188,13 @@ def recover(
     given |= {"train_merged": train_merged or None, "cache_teacher": cache_teacher or None}
     given |= {"augmentation.fixed_views": cache_teacher or None}
     config = _config(recipe, given, settings)
+    if teacher_weights is not None and teacher is None:
+        raise TrainError("--teacher-weights are for a teacher that is not given; add --teacher MODEL")
     sizes: dict[str, Any] = {"pretrained": pretrained, "num_classes": num_classes, "img_size": img_size}
-    network = open_model(student, weights=weights, **sizes)
-    dense = open_model(teacher, weights=teacher_weights, **sizes) if teacher else None
+    is_saved = (Path(student) / RECIPE).is_file()  # and so has its sizes; the options are then the teacher's
+    with seeded(config.training.seed):
+        network = open_model(student, weights=weights, **({} if is_saved and teacher else sizes))
+        dense = open_model(teacher, weights=teacher_weights, **sizes) if teacher else None
     if plan is not None:
         dense = dense or deepcopy(network)
         prune_(network, read_plan(plan))
@@ -272,18 +285,23 @@ def _run(
 ) -> None:
     from hetdpt.data.sources import open_data
     from hetdpt.pipeline import recover_into
-    from hetdpt.runs import RUN, SUMMARY
+    from hetdpt.runs import CHECKPOINTS, SUMMARY
 
-    is_first = is_first_process()
-    if is_first and not as_json and (out / RUN).is_file():
-        typer.echo(f"{out} is done already" if (out / SUMMARY).is_file() else f"going on with {out}")
+    is_first, is_silent = is_first_process(), as_json or not is_first_process()
+    was_begun = (out / CHECKPOINTS).is_dir() and not (out / SUMMARY).is_file()
+    was_done = (out / SUMMARY).is_file()
     opened = open_data(data, root=where[0], download=where[1])
-    with watching(quiet or as_json or not is_first) as watch:
+    with watching(quiet or is_silent) as (watch, say):
         for epoch in recover_into(out, student, teacher, opened, config, watch=watch, **place):
-            if is_first and not as_json:
-                _print_epoch(epoch)
+            if was_begun and not is_silent:
+                say(f"going on with {out}")
+                was_begun = False
+            if not is_silent:
+                say(_line(epoch))
     if not is_first:
         return
+    if was_done and not as_json:
+        typer.echo(f"{out} is done already")
     summary = json.loads((out / SUMMARY).read_text())
     if as_json:
         return print_json(directory=str(out), **summary)
@@ -293,11 +311,11 @@ def _run(
     typer.echo(f"saved to {out}: {', '.join(name for name in names if name != 'start')}")
 
 
-def _print_epoch(epoch: Epoch) -> None:
+def _line(epoch: Epoch) -> str:
     if not epoch.number:
-        return typer.echo(f"before training: accuracy {epoch.last:.2f} %")
+        return f"before training: accuracy {epoch.last:.2f} %"
     ema = f", ema {epoch.ema:.2f} %" if epoch.ema is not None else ""
-    typer.echo(
+    return (
         f"epoch {epoch.number}/{epoch.epochs}: loss {epoch.loss:.4f}, last {epoch.last:.2f} %, best {epoch.best:.2f} %"
         f"{ema}, {epoch.images_per_second:.1f} images/s, {epoch.seconds:.0f} s"
     )
@@ -306,4 +324,5 @@ def _print_epoch(epoch: Epoch) -> None:
 def _warn_of(unreadable: tuple[str, ...] | list[str]) -> None:
     if unreadable:
         shown = ", ".join(unreadable[:10]) + (", ..." if len(unreadable) > 10 else "")
-        typer.echo(f"warning: {len(unreadable)} files could not be read and were left out: {shown}", err=True)
+        files = f"{len(unreadable)} file{'s' if len(unreadable) > 1 else ''}"
+        typer.echo(f"warning: {files} could not be read: {shown}", err=True)

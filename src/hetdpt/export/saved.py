@@ -93,7 +93,10 @@ def save(model: nn.Module, directory: str | Path, *, base: Base | None = None, o
     recipe = Recipe.of(model, base)
     _require_same(model, recipe)
     with new_directory(target, RECIPE, overwrite) as scratch:
-        save_file(_storable(model.state_dict()), scratch / WEIGHTS)
+        try:
+            save_file(_storable(model.state_dict()), scratch / WEIGHTS)
+        except SafetensorError as error:
+            raise FileError(f"{target} cannot be written ({error}); is the disk full?") from None
         values = {
             "format": FORMAT,
             **asdict(recipe),

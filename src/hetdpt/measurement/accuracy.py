@@ -20,7 +20,7 @@ from hetdpt.data.fit import check_classes
 from hetdpt.data.sources import Data, open_data
 from hetdpt.data.subset import subset
 from hetdpt.errors import DataError
-from hetdpt.modules import evaluating
+from hetdpt.modules import evaluating, memory_advice
 
 Z = 1.959964  # of a 95 % interval
 BATCH = 64
@@ -78,7 +78,9 @@ def measure_accuracy(
     unreadable: list[str] = []
     with evaluating(model):
         for number, batch in enumerate(batches, 1):
-            sums += _count(logits_of(model(batch.images.to(device))).float(), batch.targets.to(device)).cpu().double()
+            with memory_advice(f"{len(batch.images)} images at once do not fit in memory; lower --batch-size"):
+                logits = logits_of(model(batch.images.to(device))).float()
+            sums += _count(logits, batch.targets.to(device)).cpu().double()
             unreadable += batch.unreadable
             if progress is not None:
                 progress(number, len(batches))

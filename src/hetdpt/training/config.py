@@ -71,6 +71,7 @@ class TrainConfig:
         _require(self.precision in PRECISIONS, f"precision is {self.precision!r}; choose from {', '.join(PRECISIONS)}")
         for name in ("final_lr", "momentum", "smoothing", "ema_decay"):
             _require(0 <= getattr(self, name) <= 1, f"{name} is {getattr(self, name)}; it lies between 0 and 1")
+        _require(self.smoothing < 1, f"smoothing is {self.smoothing}; it must be below 1, or no label is left")
         for name in ("weight_decay", "mixup", "cutmix", "seed"):
             _require(getattr(self, name) >= 0, f"{name} is {getattr(self, name)}; it cannot be negative")
         for name in ("clip_grad", "layer_decay", "lr_batch"):

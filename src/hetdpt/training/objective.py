@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from timm.data import Mixup
@@ -47,8 +48,8 @@ class Distillation:
 class Objective:
     """The loss of a student on a batch; ``student`` is what to train, ``teacher`` (if any) is never changed.
 
-    ``answers`` (images, classes) are the teacher's logits computed beforehand for every image of the training data;
-    they stand for the teacher, who is then not run.
+    ``answers`` (images, classes), if set, are the teacher's logits for every image of the training data; they stand
+    for the teacher, who is then not run.
     """
 
     def __init__(
@@ -57,14 +58,13 @@ class Objective:
         config: TrainConfig,
         distillation: Distillation | None = None,
         teacher: nn.Module | None = None,
-        answers: Tensor | None = None,
     ) -> None:
         distillation = distillation or Distillation(kind="none")
         if distillation.kind != "none" and teacher is None:
             raise TrainError(f"{distillation.kind} distillation needs a teacher; give the dense model")
         self.teacher = None if distillation.kind == "none" else teacher
         self.mixup = _mixup(config, num_classes_of(student))
-        self.answers = answers
+        self.answers: Tensor | None = None
         criterion = _criterion(config)
         self.model = _for_timm(student)
         self.model.set_distilled_training(self.teacher is not None)
@@ -105,6 +105,13 @@ class Objective:
             self._recall.answer = self.answers[batch.indices.cpu()].to(images.device)
         loss: Tensor = self.task(images, targets)["loss"]
         return loss
+
+    @torch.no_grad()
+    def ask(self, images: Tensor) -> Tensor:
+        """Return the teacher's logits (B, classes) for images prepared for the student."""
+        teacher: Any = self.task.teacher
+        answer: Tensor = teacher(teacher.normalize_input(images, self.task.student_mean, self.task.student_std))
+        return answer
 
     def close(self) -> None:
         """Leave the student answering as it did before."""

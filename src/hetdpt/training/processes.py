@@ -37,10 +37,11 @@ def start(precision: str = "float32", device: str | None = None) -> Accelerator:
             f"{os.environ['WORLD_SIZE']} processes were started, but on {accelerator.device.type} accelerate "
             "runs only one; add --device cpu, or start one"
         )
-    if parse_flag_from_env("ACCELERATE_USE_FSDP") and accelerator.distributed_type == DistributedType.MULTI_CPU:
+    if parse_flag_from_env("ACCELERATE_USE_FSDP") and is_cpu and accelerator.num_processes > 1:
         # accelerate shards on accelerators only; torch does so on CPUs too, which is how it is tested here.
         accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin()
         accelerator.state.distributed_type = DistributedType.FSDP
+        PartialState._shared_state["distributed_type"] = DistributedType.FSDP  # as accelerate does, else it is lost
     return accelerator
 
 

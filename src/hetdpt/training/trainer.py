@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs, broadcast_object_list, gather_object
-from timm.optim import create_optimizer_v2
+from timm.optim import create_optimizer_v2, list_optimizers
 from timm.scheduler import create_scheduler_v2
 from timm.scheduler.scheduler import Scheduler
 from timm.utils import ModelEmaV3
@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.state_dict import (
 from hetdpt.adapters.heads import Classifier
 from hetdpt.data.batches import Batch, TrainingBatches
 from hetdpt.errors import TrainError
+from hetdpt.modules import memory_advice
 from hetdpt.randomness import seeded
 from hetdpt.training.config import TrainConfig
 from hetdpt.training.objective import Objective
@@ -116,7 +117,8 @@ class _Position:
     """Epochs completed."""
     step: int = 0
     """Updates done in the epoch under way; all of them where it waits to be evaluated."""
-    loss_sum: float = 0.0
+    loss_sums: list[float] = field(default_factory=list)
+    """Sum of the losses of that epoch, of each process."""
     seconds: float = 0.0
     best: float | None = None
     unreadable: list[str] = field(default_factory=list)
@@ -157,6 +159,8 @@ class Trainer:
         """Make the optimizer and the schedule, and let accelerate wrap what is trained."""
         config, accelerator = self.config, self.accelerator
         peak = config.peak_lr(accelerator.num_processes)
+        if config.optimizer.lower().split("_")[-1] not in list_optimizers():  # as in lookahead_adamw
+            raise TrainError(f"timm has no optimizer {config.optimizer!r}; adamw, sgd and lamb are some it has")
         optimizer = create_optimizer_v2(
             self.student,
             opt=config.optimizer,
@@ -203,7 +207,8 @@ class Trainer:
         batches = self.batches.epoch(self.at.epoch, self.at.step * group)
         begun, first, before = time.perf_counter(), self.at.step, self.at.seconds
         while self.at.step < self.steps:
-            self.update([next(batches) for _ in range(group)])
+            with memory_advice(_advice_on_memory(self.config)):
+                self.update([next(batches) for _ in range(group)])
             self.at.step += 1
             self.at.seconds = before + time.perf_counter() - begun
             is_end = self.at.step == self.steps
@@ -214,15 +219,7 @@ class Trainer:
                 self._keep()
 
     def update(self, batches: list[Batch]) -> None:
-        """Change the weights once, by the mean gradient of ``batches``; say so if memory does not suffice."""
-        try:
-            self._update(batches)
-        except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError
-            if not _is_out_of_memory(error):
-                raise
-            raise TrainError(_advice_on_memory(self.config)) from None
-
-    def _update(self, batches: list[Batch]) -> None:
+        """Change the weights once, by the mean gradient of ``batches``."""
         module, update = self.objective.module, self._updates_done
         module.train()
         for number, batch in enumerate(batches):
@@ -259,9 +256,10 @@ class Trainer:
         """Raise if the loss is no number; on a GPU looked at now and then, since looking waits for it."""
         is_free = self.accelerator.device.type == "cpu"
         if (is_free or is_end or self.at.step % 20 == 0) and not torch.isfinite(self._loss_sum):
+            clip = "" if self.config.clip_grad is not None else "--clip-grad 1, "
             raise TrainError(
                 f"the loss is not finite at update {self._updates_done} (epoch {self.at.epoch + 1}, learning rate "
-                f"{self._lr:.2e}): lower --lr, add --clip-grad 1, or train in float32; the last checkpoint is unharmed"
+                f"{self._lr:.2e}); begin again in another directory with a lower --lr, {clip}or --precision float32"
             )
 
     def _progress(self, seconds_per_update: float) -> Progress:
@@ -314,7 +312,8 @@ class Trainer:
             return None
         if not is_sharded(self.accelerator):
             model = self.accelerator.unwrap_model(model)
-        return self.evaluate(model)
+        with self.accelerator.autocast():
+            return self.evaluate(model)
 
     def _gathered_student(self) -> nn.Module:
         if self._plain is None:
@@ -345,7 +344,8 @@ class Trainer:
 
     def state(self) -> State:
         """Return everything from which training goes on; all processes must ask, the first one has it."""
-        self.at.loss_sum = self._loss_sum.item()
+        self.at.loss_sums = self.accelerator.gather(self._loss_sum[None]).tolist()
+        unreadable = sorted(set(gather_object(self.at.unreadable)))
         if is_sharded(self.accelerator):
             model, optimizer = _gather(self.objective.module, self.optimizer.optimizer)
         else:
@@ -358,7 +358,7 @@ class Trainer:
             "schedule": self.schedule.state_dict() if self.schedule is not None else None,
             "ema": self._average.state_dict() if self._average is not None else None,
             "scaler": scaler.state_dict() if scaler is not None else None,
-            "position": asdict(self.at),
+            "position": {**asdict(self.at), "unreadable": unreadable},
         }
 
     def restore(self, state: State) -> None:
@@ -384,7 +384,9 @@ class Trainer:
         if self.accelerator.scaler is not None:
             self.accelerator.scaler.load_state_dict(state["scaler"])
         self.at = _Position(**state["position"])
-        self._loss_sum.fill_(self.at.loss_sum)
+        sums = self.at.loss_sums
+        rank, processes = self.accelerator.process_index, self.accelerator.num_processes
+        self._loss_sum.fill_(sums[rank] if len(sums) == processes else sum(sums) / len(sums))
 
 
 def _average(student: nn.Module, config: TrainConfig) -> ModelEmaV3:
@@ -422,14 +424,12 @@ def _schedule(optimizer: torch.optim.Optimizer, config: TrainConfig, peak: float
     return schedule
 
 
-def _is_out_of_memory(error: BaseException) -> bool:
-    is_ours = isinstance(error, torch.OutOfMemoryError | MemoryError)
-    return is_ours or "can't allocate memory" in str(error) or "out of memory" in str(error)
-
-
 def _advice_on_memory(config: TrainConfig) -> str:
-    half = max(1, config.batch_size // 2)
-    sentence = f"a batch of {config.batch_size} images does not fit in memory"
-    if half == config.batch_size:
+    """Return what to say of a batch that does not fit: a part of it, and so many more parts."""
+    size, step = config.batch_size, 2 if config.mixes else 1
+    parts = [part for part in range(step, size // 2 + 1, step) if size % part == 0]
+    sentence = f"a batch of {size} images does not fit in memory"
+    if not parts:
         return f"{sentence}; use a smaller model or smaller images"
-    return f"{sentence}; try --batch-size {half} --accumulate {config.accumulate * 2}, which trains the same way"
+    accumulate = config.accumulate * size // parts[-1]
+    return f"{sentence}; try --batch-size {parts[-1]} --accumulate {accumulate}, which trains the same way"
