@@ -12,9 +12,8 @@ import timm
 
 from hetdpt.errors import TrainError
 from hetdpt.published import published_plan
-from hetdpt.recipes import RECIPES, cifar100, dinov2_giant_imagenet, quick, recipe
+from hetdpt.recipes import RECIPES, cifar100, dinov2_giant_cifar100, quick, recipe
 from hetdpt.recovery import RecoverConfig
-from hetdpt.training.config import TrainConfig
 
 REFERENCE = json.loads((Path(__file__).parents[1] / "benchmarks" / "reference" / "reference.json").read_text())
 DEIT = ("deit_small_imagenet", "deit_base_imagenet")
@@ -134,10 +133,14 @@ def test_cifar100_is_sgd_at_a_fixed_rate_whatever_the_number_of_gpus() -> None:
     assert "momentum and weight decay are not printed" in made.accuracy
 
 
-def test_dinov2_giant_differs_from_the_release_in_the_moving_average_alone() -> None:
-    made = dinov2_giant_imagenet()
+def test_dinov2_giant_sees_as_many_images_per_gpu_as_cifar100_says() -> None:
+    made = dinov2_giant_cifar100()
     assert made.model == REFERENCE["dinov2_giant"]["model"]
-    assert made.config == RecoverConfig(training=replace(TrainConfig(), ema_decay=0.0))
+    training, paper = made.config.training, cifar100().config.training
+    assert training.batch_size * training.accumulate == paper.batch_size
+    changed = replace(training, batch_size=paper.batch_size, accumulate=1, ema_decay=paper.ema_decay)
+    assert changed == paper
+    assert training.ema_decay == 0, "FSDP keeps no moving average"
 
 
 def test_quick_is_light() -> None:
@@ -152,7 +155,7 @@ def test_quick_is_light() -> None:
 
 @pytest.mark.parametrize(
     ("name", "nearest"),
-    [("deit_smal_imagenet", "deit_small_imagenet"), ("cifar10", "cifar100"), ("dinov2_giant", "dinov2_giant_imagenet")],
+    [("deit_smal_imagenet", "deit_small_imagenet"), ("cifar10", "cifar100"), ("dinov2_giant", "dinov2_giant_cifar100")],
 )
 def test_an_unknown_name_is_answered_with_the_nearest(name: str, nearest: str) -> None:
     with pytest.raises(TrainError, match=f"^there is no recipe '{name}'; did you mean {nearest}\\? There are quick, "):
@@ -160,5 +163,5 @@ def test_an_unknown_name_is_answered_with_the_nearest(name: str, nearest: str) -
 
 
 def test_a_name_near_to_nothing_is_answered_too() -> None:
-    with pytest.raises(TrainError, match="There are quick, deit_small_imagenet, .*, dinov2_giant_imagenet$"):
+    with pytest.raises(TrainError, match="There are quick, deit_small_imagenet, .*, dinov2_giant_cifar100$"):
         recipe("")

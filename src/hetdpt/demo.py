@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from hetdpt.adapters.models import create, input_size_of
 from hetdpt.export.saved import load, save
 from hetdpt.measurement.agreement import relative_difference
@@ -15,6 +13,7 @@ from hetdpt.measurement.speed import Comparison, Progress, measure_throughput
 from hetdpt.modules import clone
 from hetdpt.plan import Plan, Site
 from hetdpt.published import published_plan
+from hetdpt.randomness import seeded
 from hetdpt.surgery import merge_, prune_, sites
 
 MODEL, PLAN = "deit_small_distilled_patch16_224", "paper/deit_small-8"
@@ -37,8 +36,9 @@ class Demonstration:
 
 def demonstrate(directory: Path, runs: int = 20, progress: Progress | None = None) -> Demonstration:
     """Prune DeiT-S by the paper's plan of eight layers, merge, measure, save to ``directory`` and load it again."""
-    torch.manual_seed(0)
-    dense, plan = create(MODEL), published_plan(PLAN)
+    with seeded(0):
+        dense = create(MODEL)
+    plan = published_plan(PLAN)
     size = input_size_of(dense)
     pruned = prune_(clone(dense), plan)
     merged = merge_(clone(pruned))
