@@ -53,7 +53,7 @@ def quick() -> Recipe:
     training = TrainConfig(
         epochs=5,
         batch_size=32,
-        lr=1e-4,
+        lr=2e-4,
         lr_batch=None,
         final_lr=0.05,
         weight_decay=0.05,
