@@ -741,7 +741,7 @@ def test_an_unreadable_image_of_a_stream_is_counted(shards: str) -> None:
     shard.write_bytes(shard.read_bytes().replace(b"IHDR", b"XXXX", 1))
     batches = list(EvaluationBatches(stream(open_data(shards).val), WANTED, batch_size=4))
     assert sum(int((batch.targets >= 0).sum()) for batch in batches) == 8
-    assert batches[-1].unreadable == (f"{folder} validation",)
+    assert batches[-1].unreadable == (f"{folder} validation, unreadable 1 of process 0",)
 
 
 @unclosed

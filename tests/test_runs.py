@@ -17,7 +17,8 @@ import pytest
 import torch
 
 from hetdpt.errors import FileError
-from hetdpt.runs import Checkpoints, Metrics, Run, written
+from hetdpt.files import written
+from hetdpt.runs import Checkpoints, Metrics, Run
 
 ASKED = {"data": "demo", "training.epochs": 2, "training.lr": 0.001, "augmentation.scale": (0.5, 1.0), "teacher": None}
 
@@ -400,3 +401,12 @@ def test_the_numbers_for_tensorboard_are_those_of_the_last_run(tmp_path: Path) -
     assert board.Tags()["scalars"] == ["update/loss"]
     assert [(e.step, e.value) for e in board.Scalars("update/loss")] == [(1, 1.0), (2, 2.0), (3, 2.0), (4, 2.0)]
     assert [line["loss"] for line in lines(tmp_path / "metrics.jsonl")] == [1.0, 2.0, 2.0, 2.0]
+
+
+def test_two_at_once_are_refused(tmp_path: Path) -> None:
+    run = Run.open(tmp_path / "run", {"data": "demo"})
+    with run.alone():
+        with pytest.raises(FileError, match="is in use by another process; wait for it"):
+            Run.open(tmp_path / "run", {"data": "demo"})
+        Run.open(tmp_path / "run", {"data": "demo"}, is_first=False)  # another process of the same training
+    Run.open(tmp_path / "run", {"data": "demo"})

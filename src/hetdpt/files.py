@@ -46,6 +46,8 @@ def new_directory(target: Path, marker: str, overwrite: bool = False) -> Iterato
     try:
         scratch.chmod(0o777 & ~_umask())
         yield scratch
+        for file in scratch.iterdir():
+            flush(file)
         _swap(scratch, target)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
@@ -69,6 +71,27 @@ def _umask() -> int:
     mask = os.umask(0)
     os.umask(mask)
     return mask
+
+
+@contextmanager
+def written(target: Path) -> Iterator[Path]:
+    """Give a scratch file that becomes ``target`` when the block ends, all at once or not at all."""
+    scratch = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        yield scratch
+        flush(scratch)
+        os.replace(scratch, target)
+    finally:
+        scratch.unlink(missing_ok=True)
+
+
+def flush(path: Path) -> None:
+    """Make the system write ``path`` to disk now."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def sha256(path: Path) -> str:

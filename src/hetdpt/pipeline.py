@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import asdict
 from pathlib import Path
@@ -45,26 +46,40 @@ def recover_into(
     processes = start(config.training.precision, device)
     with processes.main_process_first():
         asked = _asked(student, teacher, opened, config, processes.num_processes)
+        asked["precision"] = processes.mixed_precision  # what "auto" stands for on this device
         if isinstance(opened.train, Stream):
             asked["workers"] = workers  # they share out the shards, and so decide the order
-        run = Run.open(directory, asked, minutes, has_board=tensorboard)
+        run = Run.open(directory, asked, minutes, has_board=tensorboard, is_first=processes.is_main_process)
     if run.summary is not None:
         return
+    with run.alone() if run.is_first else nullcontext():
+        yield from _recover(run, student, teacher, opened, config, device, workers, watch)
 
+
+def _recover(
+    run: Run,
+    student: nn.Module,
+    teacher: nn.Module | None,
+    data: Data,
+    config: RecoverConfig,
+    device: str | None,
+    workers: int,
+    watch: Callable[[Progress], None] | None,
+) -> Iterator[Epoch]:
     def log(progress: Progress) -> None:
         if progress.update % EVERY == 0:
             run.metrics.write("update", update=progress.update, loss=progress.mean_loss(), lr=progress.lr)
         if watch is not None:
             watch(progress)
 
-    for epoch in recover(
-        student, teacher, opened, config, device=device, workers=workers, keeper=run.checkpoints, watch=log
-    ):
-        if processes.is_main_process:
+    is_first = run.is_first
+    epochs = recover(student, teacher, data, config, device=device, workers=workers, keeper=run.checkpoints, watch=log)
+    for epoch in epochs:
+        if is_first:
             run.metrics.write("epoch", **epoch.record())
-            _save(epoch, directory)
+            _save(epoch, run.directory)
         yield epoch
-    if processes.is_main_process:
+    if is_first:
         run.finish(_summary(run.metrics.read("epoch")))
 
 
@@ -82,14 +97,15 @@ def _summary(epochs: list[dict[str, Any]]) -> dict[str, Any]:
     """Return what a recovery came to: accuracies by name, time and speed."""
     end = epochs[-1]
     best = next(epoch["number"] for epoch in epochs if epoch["last"] == end["best"])
-    speeds = [epoch["images_per_second"] for epoch in epochs[1:]]
+    seconds = sum(epoch["seconds"] for epoch in epochs)
+    images = sum(epoch["images_per_second"] * epoch["seconds"] for epoch in epochs[1:])
     return {
         "start": epochs[0]["last"],
         **{name: end[name] for name in ("last", "best", "ema")},
         "best_epoch": best,
         "epochs": end["epochs"],
-        "seconds": sum(epoch["seconds"] for epoch in epochs),
-        "images_per_second": sum(speeds) / len(speeds),
+        "seconds": seconds,
+        "images_per_second": images / seconds,
         "unreadable": sorted({name for epoch in epochs for name in epoch["unreadable"]}),
     }
 
@@ -105,6 +121,8 @@ def _asked(
         "student": _digest(student),
         "teacher": _digest(teacher) if teacher is not None else None,
         "data": data.name,
+        "classes": data.num_classes,
+        "images": [len(split) if split is not None else None for split in (data.train, data.val)],
         "processes": processes,
         **settings,
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
 from copy import deepcopy
 from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
@@ -108,7 +109,8 @@ def recover(
     """Train ``student`` in place on ``data`` with the dense ``teacher``; yield an :class:`Epoch` before and after each.
 
     ``teacher`` may share weights with the student: it is copied. None trains on the labels alone, whatever
-    ``config.distillation`` says. ``keeper`` keeps states to resume from, ``watch`` is told of every update.
+    ``config.distillation`` says. Weights of half precision are trained in float32. ``keeper`` keeps states to resume
+    from, ``watch`` is told of every update.
 
     >>> import hetdpt, timm
     >>> dense = timm.create_model("vit_tiny_patch16_224", img_size=16, patch_size=4, depth=2, num_classes=10)
@@ -119,7 +121,7 @@ def recover(
     """
     config = config or RecoverConfig()
     accelerator = start(config.training.precision, device)
-    student.to(accelerator.device)
+    student.to(accelerator.device, torch.float32)
     if config.train_merged:
         merge_(student)
     opened = data if isinstance(data, Data) else open_data(str(data))
@@ -136,8 +138,12 @@ def recover(
 
     found = survey_of(student)  # before the weights are spread over processes
     trainer = Trainer(accelerator, objective, batches, config.training, evaluate=evaluate, keeper=keeper, watch=watch)
-    with drop_paths(student, config.drop_path, found):
-        for epoch in trainer.epochs():
+    with closing(trainer.epochs()) as epochs:
+        while True:
+            with drop_paths(student, config.drop_path, found):  # not while the caller has the student
+                epoch = next(epochs, None)
+            if epoch is None:
+                return
             yield replace(epoch, unreadable=tuple(sorted({*epoch.unreadable, *unreadable})))
 
 
@@ -145,8 +151,8 @@ def _batches(
     student: nn.Module, data: Data, config: RecoverConfig, accelerator: Accelerator, workers: int
 ) -> tuple[TrainingBatches, EvaluationBatches]:
     check_classes(data.num_classes, num_classes_of(student))
-    assert data.train is not None
-    assert data.val is not None
+    if data.train is None or data.val is None:
+        raise TrainError("training needs images to train on and others to measure on; open the data with both splits")
     images = data.train
     if config.fraction is not None or config.per_class is not None:
         images = subset(images, fraction=config.fraction, per_class=config.per_class, seed=config.training.seed)
@@ -176,7 +182,7 @@ def _teaching(
     sizes = preprocessing_of(student).input_size, preprocessing_of(teacher).input_size
     if sizes[0] != sizes[1]:
         raise TrainError(f"the student takes images of {sizes[0]} but the teacher of {sizes[1]}; both see the same")
-    return config.distillation, deepcopy(teacher).to(accelerator.device)
+    return config.distillation, deepcopy(teacher).to(accelerator.device, torch.float32)
 
 
 def _ask(objective: Objective, batches: TrainingBatches, accelerator: Accelerator) -> Tensor:

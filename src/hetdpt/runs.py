@@ -9,6 +9,7 @@ tensorboard/   the same numbers for TensorBoard, if asked for
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
@@ -23,7 +24,7 @@ from typing import Any
 import torch
 
 from hetdpt.errors import FileError, first_line
-from hetdpt.files import require_new, sha256
+from hetdpt.files import flush, require_new, sha256, written
 
 RUN, METRICS, SUMMARY = "run.json", "metrics.jsonl", "summary.json"
 CHECKPOINTS, BOARD = "checkpoints", "tensorboard"
@@ -33,28 +34,59 @@ KEPT = 2  # the newest, and the one before it in case the newest is damaged
 class Run:
     """The directory of one run; ``open`` makes it or goes on with it."""
 
-    def __init__(self, directory: Path, minutes: float = 10.0, has_board: bool = False) -> None:
+    def __init__(self, directory: Path, minutes: float = 10.0, has_board: bool = False, is_first: bool = True) -> None:
         self.directory = directory
         self.checkpoints = Checkpoints(directory / CHECKPOINTS, minutes)
         self.metrics = Metrics(directory / METRICS, directory / BOARD if has_board else None)
+        self.is_first = is_first
 
     @classmethod
-    def open(cls, directory: Path, asked: dict[str, Any], minutes: float = 10.0, has_board: bool = False) -> Run:
+    def open(
+        cls,
+        directory: Path,
+        asked: dict[str, Any],
+        minutes: float = 10.0,
+        *,
+        has_board: bool = False,
+        is_first: bool = True,
+    ) -> Run:
         """Return the run in ``directory``; ``FileError`` if it was begun with something else than ``asked``.
 
         ``asked`` is plain JSON: everything that decides the outcome. ``minutes`` lie between two checkpoints;
-        ``has_board`` writes the numbers for TensorBoard too.
+        ``has_board`` writes the numbers for TensorBoard too. Of several processes ``is_first`` writes, the others look.
         """
-        file, run = directory / RUN, cls(directory, minutes, has_board)
+        file, run = directory / RUN, cls(directory, minutes, has_board, is_first)
         if file.is_file():
             _read_json(file)  # a damaged one is refused, whatever is beside it
         else:
             _make(directory)
-        if not run.is_begun:
-            with written(file) as scratch:
-                scratch.write_text(json.dumps(asked, indent=1) + "\n")
+        if is_first:
+            with run.alone():
+                run._begin(asked)
         _require_same(file, asked)
         return run
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Hold the directory, so that no other process of this machine works in it; a kill lets it go."""
+        handle = os.open(self.directory, os.O_RDONLY)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(handle)
+            text = f"{self.directory} is in use by another process; wait for it, or give another directory"
+            raise FileError(text) from None
+        except OSError:  # a file system without locks
+            pass
+        try:
+            yield
+        finally:
+            os.close(handle)
+
+    def _begin(self, asked: dict[str, Any]) -> None:
+        if not self.is_begun:
+            with written(self.directory / RUN) as scratch:
+                scratch.write_text(json.dumps(asked, indent=1) + "\n")
 
     @property
     def is_begun(self) -> bool:
@@ -113,7 +145,7 @@ class Checkpoints:
         scratch = self.directory / f".{os.getpid()}.pt"
         self._save(state, scratch)
         os.replace(scratch, self.directory / f"{number:08d}-{sha256(scratch)}.pt")
-        _flush(self.directory)
+        flush(self.directory)
         sound = [file for file in files if file not in self._damaged]
         left_by_kills = [*self.directory.glob(".*.pt")]
         for old in [*sound[: len(sound) + 1 - KEPT], *self._damaged, *left_by_kills]:
@@ -133,7 +165,7 @@ class Checkpoints:
     def _save(self, state: dict[str, Any], scratch: Path) -> None:
         try:
             torch.save(state, scratch)
-            _flush(scratch)
+            flush(scratch)
         except (OSError, RuntimeError) as error:  # torch says of a full disk only that a position is unexpected
             scratch.unlink(missing_ok=True)
             raise FileError(
@@ -200,18 +232,6 @@ class Metrics:
         return lines
 
 
-@contextmanager
-def written(target: Path) -> Iterator[Path]:
-    """Give a scratch file that becomes ``target`` when the block ends, all at once or not at all."""
-    scratch = target.with_name(f".{target.name}.{os.getpid()}")
-    try:
-        yield scratch
-        _flush(scratch)
-        os.replace(scratch, target)
-    finally:
-        scratch.unlink(missing_ok=True)
-
-
 def _board(directory: Path, update: int) -> Any:
     """Return a writer for TensorBoard whose earlier numbers from ``update`` on are void."""
     try:
@@ -221,15 +241,6 @@ def _board(directory: Path, update: int) -> Any:
             "TensorBoard is not installed; install hetdpt[tensorboard], or leave --tensorboard out"
         ) from None
     return SummaryWriter(str(directory), purge_step=update)
-
-
-def _flush(path: Path) -> None:
-    """Make the system write ``path`` to disk now."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _make(directory: Path) -> None:

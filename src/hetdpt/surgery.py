@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.hooks import RemovableHandle
 
 from hetdpt.adapters.anatomy import Handle, Parts, Survey, survey
 from hetdpt.adapters.ffn import Ffn
@@ -170,29 +171,46 @@ def merge_blocks_(model: nn.Module, blocks: Iterable[int], folded_norms: Iterabl
 def drop_paths(model: nn.Module, rate: float, found: Survey | None = None) -> Iterator[None]:
     """Leave out branches at random while ``model`` trains: one of image and block with probability rate * l / (L - 1).
 
-    A model that was built with drop path keeps its own instead. ``found`` is where its layers are, if that is known.
+    Where a model was built with drop path, its own modules do it. ``found`` is where its layers are, if that is known.
     """
-    has_own = any(getattr(module, "drop_prob", None) for module in model.modules())
     record, found = record_of(model), found or survey_of(model)
     gone = [h for h in found.handles if record and record.plan.removes(h.site) and _goes_whole(h, record.plan)]
-    kept = [h for h in found.handles if h.parts and h not in gone]
-    last = max(found.anatomy.blocks - 1, 1)
-    hooks = []
-    for handle in kept if rate and not has_own else ():
-        drop = partial(_drop_path, rate * handle.site.block / last)
-        hooks.append(model.get_submodule(_parts(handle).gate).register_forward_hook(drop))
+    chances = {block: rate * block / max(found.anatomy.blocks - 1, 1) for block in range(found.anatomy.blocks)}
+    owners = {handle.owner: chances[handle.site.block] for handle in found.handles}
+    inside = [(module, chance) for path, chance in owners.items() for module in model.get_submodule(path).modules()]
+    own = [(module, chance) for module, chance in inside if "drop_prob" in vars(module)]
+    before = [vars(module)["drop_prob"] for module, _ in own]
+    drop = _DropPath()
+    hooks: list[RemovableHandle] = []
+    if rate and not own:
+        hooks.append(model.register_forward_pre_hook(drop.begin))
+        for handle in (h for h in found.handles if h.parts and h not in gone):
+            end = model.get_submodule(_parts(handle).gate)
+            hooks.append(end.register_forward_hook(partial(drop, chances[handle.site.block])))
     try:
+        for module, chance in own:
+            vars(module)["drop_prob"] = chance
         yield
     finally:
         for hook in hooks:
             hook.remove()
+        for (module, _), chance in zip(own, before, strict=True):
+            vars(module)["drop_prob"] = chance
 
 
-def _drop_path(rate: float, module: nn.Module, _: Any, output: Any) -> Any:
-    """Zero the branch of some images and scale that of the others, so that the mean stays."""
-    branch = output[0] if isinstance(output, tuple) else output
-    kept = F.dropout(branch.new_ones(len(branch), *[1] * (branch.dim() - 1)), rate, module.training)
-    return (branch * kept, *output[1:]) if isinstance(output, tuple) else branch * kept
+class _DropPath:
+    """Zeroes the branch of some images and scales that of the others, so that the mean stays."""
+
+    images = 1
+
+    def begin(self, _: nn.Module, args: Any) -> None:
+        self.images = len(args[0])
+
+    def __call__(self, chance: float, module: nn.Module, _: Any, output: Any) -> Any:
+        branch = output[0] if isinstance(output, tuple) else output  # (B, ...), or (B * windows, ...)
+        kept = F.dropout(branch.new_ones(self.images), chance, module.training)
+        kept = kept.repeat_interleave(len(branch) // self.images).view(-1, *[1] * (branch.dim() - 1))
+        return (branch * kept, *output[1:]) if isinstance(output, tuple) else branch * kept
 
 
 def _begin(model: nn.Module, plan: Plan, input_size: InputSize | None) -> Record:

@@ -46,6 +46,8 @@ def main() -> None:
         rank = os.environ.get("RANK", "0")
         typer.echo(f"error: {error}" if rank == "0" else f"error in process {rank}: {error}", err=True)
         sys.exit(2)
+    finally:
+        _leave()
 
 
 @app.callback(invoke_without_command=True)
@@ -55,6 +57,15 @@ def _version(version: Annotated[bool, typer.Option("--version", help="Print the 
 
         typer.echo(f"hetdpt {__version__}")
         raise typer.Exit
+
+
+def _leave() -> None:
+    """Leave the group of processes in order; its threads would else be cut off, and now and then abort the process."""
+    if "torch.distributed" in sys.modules:
+        import torch.distributed as dist
+
+        if dist.is_available() and dist.is_initialized():
+            dist.destroy_process_group()
 
 
 def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:

@@ -49,6 +49,23 @@ Settings = Annotated[
 Board = Annotated[bool, typer.Option("--tensorboard", help="Write TensorBoard files to OUT/tensorboard too.")]
 
 
+# Options that stand for settings; the others of those are reached by --set.
+SETTINGS = {
+    "epochs": "training.epochs",
+    "batch_size": "training.batch_size",
+    "accumulate": "training.accumulate",
+    "lr": "training.lr",
+    "clip_grad": "training.clip_grad",
+    "precision": "training.precision",
+    "seed": "training.seed",
+    "distill": "distillation.kind",
+    "alpha": "distillation.alpha",
+    "temperature": "distillation.temperature",
+    "fraction": "fraction",
+    "per_class": "per_class",
+}
+
+
 def eval_(
     model: Model,
     data: DataName,
@@ -72,10 +89,12 @@ def eval_(
     from hetdpt.measurement.accuracy import evaluate
     from hetdpt.training.processes import start
 
-    images = open_data(data, splits=("val",), root=data_root, download=download)
+    processes = start(device=device)
+    with processes.local_main_process_first():  # one of them downloads
+        images = open_data(data, splits=("val",), root=data_root, download=download)
     network = open_model(model, weights=weights, pretrained=pretrained, num_classes=num_classes, img_size=img_size)
-    network.to(start(device=device).device)
-    with progress("evaluating", quiet or as_json) as move:
+    network.to(processes.device)
+    with progress("evaluating", quiet or as_json or not is_first_process()) as move:
         scores = evaluate(
             network,
             images,
@@ -97,6 +116,7 @@ def eval_(
 
 
 def train(
+    context: typer.Context,
     model: Model,
     data: DataName,
     out: Out,
@@ -128,10 +148,9 @@ def train(
     from hetdpt.export.saved import open_model
     from hetdpt.randomness import seeded
 
-    given = _given(epochs, batch_size, accumulate, lr, clip_grad, fraction, per_class, precision, seed)
     if any(setting.startswith("distillation.") for setting in settings or ()):
         raise TrainError("train has no teacher to distil from; use hetdpt recover MODEL --teacher TEACHER")
-    config = _config(recipe, {**given, "distillation.kind": "none"}, settings)
+    config = _config(recipe, {**_given(context), "distillation.kind": "none"}, settings)
     with seeded(config.training.seed):  # all processes, now and when resumed, begin with the same random weights
         network = open_model(model, weights=weights, pretrained=pretrained, num_classes=num_classes, img_size=img_size)
     place = {"device": device, "workers": _workers(workers), "minutes": minutes, "tensorboard": tensorboard}
@@ -139,6 +158,7 @@ def train(
 
 
 def recover(
+    context: typer.Context,
     student: Annotated[str, typer.Argument(help="A saved directory; or, with --plan, the dense model to prune.")],
     data: DataName,
     out: Out,
@@ -183,11 +203,9 @@ def recover(
     from hetdpt.randomness import seeded
     from hetdpt.surgery import prune_
 
-    given = _given(epochs, batch_size, accumulate, lr, clip_grad, fraction, per_class, precision, seed)
-    given |= {"distillation.kind": distill, "distillation.alpha": alpha, "distillation.temperature": temperature}
-    given |= {"train_merged": train_merged or None, "cache_teacher": cache_teacher or None}
-    given |= {"augmentation.fixed_views": cache_teacher or None}
-    config = _config(recipe, given, settings)
+    given: dict[str, Any] = {"train_merged": True} if train_merged else {}
+    given |= {"cache_teacher": True, "augmentation.fixed_views": True} if cache_teacher else {}
+    config = _config(recipe, {**_given(context), **given}, settings)
     if teacher_weights is not None and teacher is None:
         raise TrainError("--teacher-weights are for a teacher that is not given; add --teacher MODEL")
     sizes: dict[str, Any] = {"pretrained": pretrained, "num_classes": num_classes, "img_size": img_size}
@@ -215,36 +233,17 @@ def recipes() -> None:
     print_(rows)
 
 
-def _given(
-    epochs: int | None,
-    batch_size: int | None,
-    accumulate: int | None,
-    lr: float | None,
-    clip_grad: float | None,
-    fraction: float | None,
-    per_class: int | None,
-    precision: str | None,
-    seed: int | None,
-) -> dict[str, Any]:
-    """Return the settings that the options stand for, None where one was not given."""
-    return {
-        "training.epochs": epochs,
-        "training.batch_size": batch_size,
-        "training.accumulate": accumulate,
-        "training.lr": lr,
-        "training.clip_grad": clip_grad,
-        "fraction": fraction,
-        "per_class": per_class,
-        "training.precision": precision,
-        "training.seed": seed,
-    }
+def _given(context: typer.Context) -> dict[str, Any]:
+    """Return the settings whose options were given."""
+    given = {SETTINGS[name]: value for name, value in context.params.items() if name in SETTINGS}
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def _config(recipe: str, given: dict[str, Any], settings: list[str] | None) -> RecoverConfig:
     from hetdpt.recipes import recipe as recipe_called
 
     config = recipe_called(recipe).config
-    chosen = {name: value for name, value in given.items() if value is not None}
+    chosen = dict(given)
     if "training.lr" in chosen:
         config = config.with_settings({"training.lr_batch": None})
     for setting in settings or ():
@@ -269,7 +268,7 @@ def _workers(given: int | None) -> int:
     import os
 
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return given if given is not None else max(1, min(8, (os.cpu_count() or 1) // processes))
+    return given if given is not None else max(1, min(8, len(os.sched_getaffinity(0)) // processes))
 
 
 def _run(
@@ -286,11 +285,13 @@ def _run(
     from hetdpt.data.sources import open_data
     from hetdpt.pipeline import recover_into
     from hetdpt.runs import CHECKPOINTS, SUMMARY
+    from hetdpt.training.processes import start
 
     is_first, is_silent = is_first_process(), as_json or not is_first_process()
     was_begun = (out / CHECKPOINTS).is_dir() and not (out / SUMMARY).is_file()
     was_done = (out / SUMMARY).is_file()
-    opened = open_data(data, root=where[0], download=where[1])
+    with start(config.training.precision, place["device"]).local_main_process_first():  # one of them downloads
+        opened = open_data(data, root=where[0], download=where[1])
     with watching(quiet or is_silent) as (watch, say):
         for epoch in recover_into(out, student, teacher, opened, config, watch=watch, **place):
             if was_begun and not is_silent:

@@ -102,9 +102,12 @@ class StreamEvaluation:
             batch = next(batches, None) or self._blank()
             missing -= int((batch.targets != NOTHING).sum())
             is_last = number == self._length - 1
-            yield replace(batch, unreadable=(self._where,) * missing) if is_last else batch
+            yield replace(batch, unreadable=self._unreadable(missing)) if is_last else batch
         if missing < 0 or next(batches, None) is not None:
             raise DataError(f"{self._where} has more images than its shards promise; correct its _info.json")
+
+    def _unreadable(self, count: int) -> tuple[str, ...]:
+        return tuple(f"{self._where}, unreadable {n} of process {self._share.rank}" for n in range(1, count + 1))
 
     @property
     def _where(self) -> str:

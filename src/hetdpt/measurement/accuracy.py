@@ -65,7 +65,9 @@ def wilson_interval(right: float, count: float) -> tuple[float, float]:
     rate, spread = right / count, Z * Z / count
     centre = (rate + spread / 2) / (1 + spread)
     half = Z / (1 + spread) * sqrt(rate * (1 - rate) / count + spread / (4 * count))
-    return 100 * max(0.0, centre - half), 100 * min(1.0, centre + half)
+    low = 0.0 if right == 0 else centre - half
+    high = 1.0 if right == count else centre + half
+    return 100 * low, 100 * high
 
 
 @torch.no_grad()
@@ -73,19 +75,19 @@ def measure_accuracy(
     model: nn.Module, batches: EvaluationBatches, progress: Callable[[int, int], None] | None = None
 ) -> Scores:
     """Return the scores of ``model`` on all images of ``batches``, summed over all processes."""
-    device = next(model.parameters()).device
+    weight = next(model.parameters())  # images go where it is, in its dtype
     sums = torch.zeros(4, dtype=torch.float64)
     unreadable: list[str] = []
     with evaluating(model):
         for number, batch in enumerate(batches, 1):
             with memory_advice(f"{len(batch.images)} images at once do not fit in memory; lower --batch-size"):
-                logits = logits_of(model(batch.images.to(device))).float()
-            sums += _count(logits, batch.targets.to(device)).cpu().double()
+                logits = logits_of(model(batch.images.to(weight))).float()
+            sums += _count(logits, batch.targets.to(weight.device)).cpu().double()
             unreadable += batch.unreadable
             if progress is not None:
                 progress(number, len(batches))
     if dist.is_available() and dist.is_initialized():
-        sums, unreadable = _sum_over_processes(sums, unreadable, device)
+        sums, unreadable = _sum_over_processes(sums, unreadable, weight.device)
     if not sums[3]:
         raise DataError(f"none of the images can be read, {unreadable[0]} first; look at the files")
     return Scores.of(sums, tuple(sorted(set(unreadable))))
@@ -112,7 +114,8 @@ def evaluate(
     """
     opened = data if isinstance(data, Data) else open_data(str(data), splits=("val",))
     check_classes(opened.num_classes, num_classes_of(model))
-    assert opened.val is not None
+    if opened.val is None:
+        raise DataError("accuracy is measured on the split val; open the data with it")
     source = opened.val
     if fraction is not None or per_class is not None:
         source = subset(source, fraction=fraction, per_class=per_class)

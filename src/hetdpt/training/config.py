@@ -37,7 +37,7 @@ class TrainConfig:
     schedule: str = "cosine"
     """cosine, poly, step or constant."""
     warmup_epochs: float | None = None
-    """Epochs of a rising learning rate. None: a tenth of all, at most 10."""
+    """Epochs of a rising learning rate. None: a tenth of all, at most 10; none where it is constant."""
     decay_epochs: float = 30.0
     """Epochs between two steps of the schedule ``step``, each of which divides by ten."""
     weight_decay: float = 0.08
@@ -94,7 +94,9 @@ class TrainConfig:
     @property
     def warmup(self) -> float:
         """Epochs of a rising learning rate."""
-        return min(10.0, self.epochs / 10) if self.warmup_epochs is None else self.warmup_epochs
+        if self.warmup_epochs is not None:
+            return self.warmup_epochs
+        return 0.0 if self.schedule == "constant" else min(10.0, self.epochs / 10)
 
     def peak_lr(self, processes: int = 1) -> float:
         """Return the learning rate at its peak, for the images of one update on ``processes`` processes."""

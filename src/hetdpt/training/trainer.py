@@ -7,7 +7,7 @@ generators in it and a resumed run draws what the uninterrupted one would have d
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field, replace
@@ -153,6 +153,8 @@ class Trainer:
         self._average = _average(self.student, config) if config.ema_decay else None
         self._prepare()
         self.at = _Position()
+        self._lr = self._peak_group_lr()
+        """Learning rate of the last update; of the first one until then."""
         self._loss_sum = torch.zeros((), device=accelerator.device)
 
     def _prepare(self) -> None:
@@ -176,19 +178,21 @@ class Trainer:
 
     def _has_idle_parameters(self) -> bool:
         """Whether some parameter has no part in the loss; DDP would wait for its gradient for ever."""
-        batch = next(self.batches.epoch(0))
-        self._loss(batch, 0).backward()
+        with memory_advice(_advice_on_memory(self.config)):
+            self._loss(next(self.batches.epoch(0)), 0).backward()
         idle = any(p.requires_grad and p.grad is None for p in self.student.parameters())
         self.student.zero_grad(set_to_none=True)
         return idle
 
-    def epochs(self) -> Iterator[Epoch]:
+    def epochs(self) -> Generator[Epoch]:
         """Train, and yield after every epoch; the first to come is the model before training, as number 0.
 
         The state is kept before an epoch is evaluated: going on from there yields that epoch again, also the last.
         """
         if self.keeper is not None and (state := self.keeper.latest()) is not None:
             self.restore(state)
+        if len(set(gather_object([self._updates_done]))) > 1:
+            raise TrainError("the processes found different checkpoints; the run directory must be one that all see")
         try:
             if not self._updates_done:
                 yield self._report(0)
@@ -210,13 +214,15 @@ class Trainer:
             with memory_advice(_advice_on_memory(self.config)):
                 self.update([next(batches) for _ in range(group)])
             self.at.step += 1
+            is_due = self.at.step == self.steps or self._is_due()
+            self._stop_if_not_finite(is_due)
             self.at.seconds = before + time.perf_counter() - begun
-            is_end = self.at.step == self.steps
-            self._stop_if_not_finite(is_end)
             if self.watch is not None and self.accelerator.is_main_process:
                 self.watch(self._progress((time.perf_counter() - begun) / (self.at.step - first)))
-            if is_end or self._is_due():
+            if is_due:
+                started = time.perf_counter()
                 self._keep()
+                begun += time.perf_counter() - started  # writing is not training
 
     def update(self, batches: list[Batch]) -> None:
         """Change the weights once, by the mean gradient of ``batches``."""
@@ -231,10 +237,10 @@ class Trainer:
             self.at.unreadable += batch.unreadable
         if self.config.clip_grad is not None:
             self.accelerator.clip_grad_norm_(module.parameters(), self.config.clip_grad)
+        self._lr = self._peak_group_lr()
         self.optimizer.step()
         self.optimizer.zero_grad()
-        if self.schedule is not None:
-            self.schedule.step_update(update + 1)
+        self.schedule.step_update(update + 1)
         if self._average is not None:
             self._average.update(self.student, step=update + 1)
 
@@ -248,18 +254,18 @@ class Trainer:
     def _updates_done(self) -> int:
         return self.at.epoch * self.steps + self.at.step
 
-    @property
-    def _lr(self) -> float:
+    def _peak_group_lr(self) -> float:
         return max(float(group["lr"]) for group in self.optimizer.param_groups)
 
-    def _stop_if_not_finite(self, is_end: bool) -> None:
+    def _stop_if_not_finite(self, is_due: bool) -> None:
         """Raise if the loss is no number; on a GPU looked at now and then, since looking waits for it."""
         is_free = self.accelerator.device.type == "cpu"
-        if (is_free or is_end or self.at.step % 20 == 0) and not torch.isfinite(self._loss_sum):
+        if (is_free or is_due or self.at.step % 20 == 0) and not torch.isfinite(self._loss_sum):
+            when = f"{'' if is_free else 'or before '}update {self._updates_done}"
             clip = "" if self.config.clip_grad is not None else "--clip-grad 1, "
             raise TrainError(
-                f"the loss is not finite at update {self._updates_done} (epoch {self.at.epoch + 1}, learning rate "
-                f"{self._lr:.2e}); begin again in another directory with a lower --lr, {clip}or --precision float32"
+                f"the loss is not finite at {when} (epoch {self.at.epoch + 1}, learning rate {self._lr:.2e}); "
+                f"begin again in another directory with a lower --lr, {clip}or --precision float32"
             )
 
     def _progress(self, seconds_per_update: float) -> Progress:
@@ -353,9 +359,10 @@ class Trainer:
         scaler = self.accelerator.scaler
         return {
             "format": FORMAT,
+            "lr": self._lr,
             "model": model,
             "optimizer": optimizer,
-            "schedule": self.schedule.state_dict() if self.schedule is not None else None,
+            "schedule": self.schedule.state_dict(),
             "ema": self._average.state_dict() if self._average is not None else None,
             "scaler": scaler.state_dict() if scaler is not None else None,
             "position": {**asdict(self.at), "unreadable": unreadable},
@@ -377,16 +384,14 @@ class Trainer:
         else:
             self.student.load_state_dict(state["model"])
             self.optimizer.load_state_dict(state["optimizer"])
-        if self.schedule is not None:
-            self.schedule.load_state_dict(state["schedule"])
+        self.schedule.load_state_dict(state["schedule"])
         if self._average is not None:
             self._average.load_state_dict(state["ema"])
         if self.accelerator.scaler is not None:
             self.accelerator.scaler.load_state_dict(state["scaler"])
         self.at = _Position(**state["position"])
-        sums = self.at.loss_sums
-        rank, processes = self.accelerator.process_index, self.accelerator.num_processes
-        self._loss_sum.fill_(sums[rank] if len(sums) == processes else sum(sums) / len(sums))
+        self._lr = state["lr"]
+        self._loss_sum.fill_(self.at.loss_sums[self.accelerator.process_index])
 
 
 def _average(student: nn.Module, config: TrainConfig) -> ModelEmaV3:
@@ -403,21 +408,20 @@ def _gather(module: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[State,
     return dict(model), dict(moments)
 
 
-def _schedule(optimizer: torch.optim.Optimizer, config: TrainConfig, peak: float, steps: int) -> Scheduler | None:
-    """Return timm's schedule, one step per update; None for a constant learning rate."""
-    if config.schedule == "constant":
-        return None
+def _schedule(optimizer: torch.optim.Optimizer, config: TrainConfig, peak: float, steps: int) -> Scheduler:
+    """Return timm's schedule, one step per update; a constant learning rate is one whose steps divide by 1."""
+    rates = {"poly": 1.0, "constant": 1.0}  # of ``poly``, the power
     warmup = round(config.warmup * steps) / steps  # a whole number of updates
     schedule: Scheduler
     schedule, _ = create_scheduler_v2(
         optimizer,
-        sched=config.schedule,
+        sched="step" if config.schedule == "constant" else config.schedule,
         num_epochs=config.epochs,
         min_lr=peak * config.final_lr,
         warmup_lr=peak / 100,
         warmup_epochs=warmup,  # type: ignore[arg-type]  # parts of epochs are as good
         decay_epochs=config.decay_epochs,  # type: ignore[arg-type]
-        decay_rate=1.0 if config.schedule == "poly" else 0.1,
+        decay_rate=rates.get(config.schedule, 0.1),
         step_on_epochs=False,
         updates_per_epoch=steps,
     )
