@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,37 +50,38 @@ def recover_into(
         if isinstance(opened.train, Stream):
             asked["workers"] = workers  # they share out the shards, and so decide the order
         run = Run.open(directory, asked, minutes, has_board=tensorboard, is_first=processes.is_main_process)
-    if run.summary is not None:
+    if run.summary is None:
+        epochs = recover(
+            student,
+            teacher,
+            opened,
+            config,
+            device=device,
+            workers=workers,
+            keeper=run.checkpoints,
+            watch=partial(_log, run, watch),
+        )
+        yield from _keep(run, epochs)
+
+
+def _keep(run: Run, epochs: Iterator[Epoch]) -> Iterator[Epoch]:
+    """Write what every epoch came to before handing it on, and at the end what the run came to."""
+    if not run.is_first:
+        yield from epochs
         return
-    with run.alone() if run.is_first else nullcontext():
-        yield from _recover(run, student, teacher, opened, config, device, workers, watch)
-
-
-def _recover(
-    run: Run,
-    student: nn.Module,
-    teacher: nn.Module | None,
-    data: Data,
-    config: RecoverConfig,
-    device: str | None,
-    workers: int,
-    watch: Callable[[Progress], None] | None,
-) -> Iterator[Epoch]:
-    def log(progress: Progress) -> None:
-        if progress.update % EVERY == 0:
-            run.metrics.write("update", update=progress.update, loss=progress.mean_loss(), lr=progress.lr)
-        if watch is not None:
-            watch(progress)
-
-    is_first = run.is_first
-    epochs = recover(student, teacher, data, config, device=device, workers=workers, keeper=run.checkpoints, watch=log)
-    for epoch in epochs:
-        if is_first:
+    with run.alone():
+        for epoch in epochs:
             run.metrics.write("epoch", **epoch.record())
             _save(epoch, run.directory)
-        yield epoch
-    if is_first:
+            yield epoch
         run.finish(_summary(run.metrics.read("epoch")))
+
+
+def _log(run: Run, watch: Callable[[Progress], None] | None, now: Progress) -> None:
+    if now.update % EVERY == 0:
+        run.metrics.write("update", update=now.update, loss=now.mean_loss(), lr=now.lr)
+    if watch is not None:
+        watch(now)
 
 
 def _save(epoch: Epoch, directory: Path) -> None:
