@@ -38,6 +38,7 @@ lint: $(STAMP) ## Check style, format and types
 bench: $(STAMP) ## Measure inference and training on this machine
 	$(BIN)/python benchmarks/inference.py $(ARGS)
 	$(BIN)/python benchmarks/training.py
+	$(BIN)/python benchmarks/scan.py
 
 families: $(STAMP) ## Write docs/families.md: which model families work
 	$(BIN)/python benchmarks/families.py --out docs/families.md $(ARGS)

@@ -17,6 +17,7 @@ from hetdpt import torchvision_ops
 if TYPE_CHECKING:
     from hetdpt.adapters.models import Base, create
     from hetdpt.data.augmentation import Augmentation
+    from hetdpt.entropy import transfer_entropy
     from hetdpt.errors import HetDPTError
     from hetdpt.export.hub import push_to_hub
     from hetdpt.export.onnx import export_onnx
@@ -36,6 +37,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "hetdpt.adapters.models": ("Base", "create"),
     "hetdpt.data.augmentation": ("Augmentation",),
+    "hetdpt.entropy": ("transfer_entropy",),
     "hetdpt.errors": ("HetDPTError",),
     "hetdpt.export.hub": ("push_to_hub",),
     "hetdpt.export.onnx": ("export_onnx",),
@@ -84,6 +86,7 @@ __all__ = [
     "restore_",
     "save",
     "sites",
+    "transfer_entropy",
 ]
 
 torchvision_ops.install()
