@@ -98,11 +98,15 @@ class TrainConfig:
             return self.warmup_epochs
         return 0.0 if self.schedule == "constant" else min(10.0, self.epochs / 10)
 
+    def images_per_update(self, processes: int = 1) -> int:
+        """Return how many images ``processes`` processes see between two changes of the weights."""
+        return self.batch_size * self.accumulate * processes
+
     def peak_lr(self, processes: int = 1) -> float:
         """Return the learning rate at its peak, for the images of one update on ``processes`` processes."""
         if self.lr_batch is None:
             return self.lr
-        return self.lr * self.batch_size * self.accumulate * processes / self.lr_batch
+        return self.lr * self.images_per_update(processes) / self.lr_batch
 
 
 def _require(holds: bool, sentence: str) -> None:

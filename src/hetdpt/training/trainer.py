@@ -209,9 +209,10 @@ class Trainer:
         """Do the updates of the epoch under way, from where it stands."""
         group = self.config.accumulate
         batches = self.batches.epoch(self.at.epoch, self.at.step * group)
+        advice = _advice_on_memory(self.config)
         begun, first, before = time.perf_counter(), self.at.step, self.at.seconds
         while self.at.step < self.steps:
-            with memory_advice(_advice_on_memory(self.config)):
+            with memory_advice(advice):
                 self.update([next(batches) for _ in range(group)])
             self.at.step += 1
             is_due = self.at.step == self.steps or self._is_due()
@@ -254,6 +255,10 @@ class Trainer:
     def _updates_done(self) -> int:
         return self.at.epoch * self.steps + self.at.step
 
+    @property
+    def _images_per_update(self) -> int:
+        return self.config.images_per_update(self.accelerator.num_processes)
+
     def _peak_group_lr(self) -> float:
         return max(float(group["lr"]) for group in self.optimizer.param_groups)
 
@@ -270,7 +275,6 @@ class Trainer:
 
     def _progress(self, seconds_per_update: float) -> Progress:
         updates = self.config.epochs * self.steps
-        images = self.config.batch_size * self.config.accumulate * self.accelerator.num_processes
         step = self.at.step
         return Progress(
             epoch=self.at.epoch + 1,
@@ -278,7 +282,7 @@ class Trainer:
             update=self._updates_done,
             updates=updates,
             lr=self._lr,
-            images_per_second=images / seconds_per_update,
+            images_per_second=self._images_per_update / seconds_per_update,
             seconds_left=(updates - self._updates_done) * seconds_per_update,
             mean_loss=lambda: self._loss_sum.item() / step,
         )
@@ -290,7 +294,6 @@ class Trainer:
         ema = self._accuracy(self._average.module) if self._average is not None else None
         is_best = last is not None and (self.at.best is None or last > self.at.best)
         self.at.best = last if is_best else self.at.best
-        images = self.steps * self.config.batch_size * self.config.accumulate * self.accelerator.num_processes
         names = gather_object(self.at.unreadable)
         return Epoch(
             number=number,
@@ -303,7 +306,7 @@ class Trainer:
             ema=ema,
             is_best=is_best,
             seconds=self.at.seconds,
-            images_per_second=images / self.at.seconds if number else None,
+            images_per_second=self.steps * self._images_per_update / self.at.seconds if number else None,
             unreadable=tuple(sorted(set(names))),
             student=self._gathered_student(),
             average=self._average.module if self._average is not None else None,
