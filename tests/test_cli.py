@@ -373,15 +373,17 @@ def test_a_plan_that_is_no_plan(run: Run, tmp_path: Path) -> None:
         "a plan is a JSON object, but this is not JSON (Expecting value: line 1 column 1 (char 0)); see Plan.to_json"
     )
     run("inspect", VIT, "--plan", written(tmp_path, '{"atention": [1]}')).is_refused(
-        "a plan has the keys activation, anatomy, attention, removal, not atention"
+        "a plan has the keys activation, anatomy, attention, fits, removal, not atention"
     )
 
 
 def test_a_removal_that_needs_images(run: Run, tmp_path: Path) -> None:
     path = written(tmp_path, '{"attention": [1], "removal": "calibrated"}')
-    run("inspect", VIT, "--plan", path).is_refused(
-        "removal style 'constant' is fitted on images, which this version cannot do; use 'plain' or 'norm'"
+    run("apply", VIT, "--plan", path, "--out", str(tmp_path / "out")).is_refused(
+        "removal style 'constant' is fitted on images, and there are none here; give --data, call "
+        "hetdpt.calibrate_(model, plan, batches), or use removal 'plain'"
     )
+    assert "REMOVED" in run("inspect", VIT, "--plan", path).out  # what it will cost is known without images
 
 
 # What is wrong with a model

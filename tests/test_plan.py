@@ -163,9 +163,12 @@ def test_a_hand_written_plan_needs_only_what_it_removes() -> None:
             "a plan is a JSON object, but this is not JSON (Expecting value: line 1 column 1 (char 0)); "
             "see Plan.to_json",
         ),
-        ("[1, 10]", "a plan is a JSON object with keys activation, anatomy, attention, removal, not list"),
-        ("null", "a plan is a JSON object with keys activation, anatomy, attention, removal, not NoneType"),
-        ('{"atention": [1], "b": 2}', "a plan has the keys activation, anatomy, attention, removal, not atention, b"),
+        ("[1, 10]", "a plan is a JSON object with keys activation, anatomy, attention, fits, removal, not list"),
+        ("null", "a plan is a JSON object with keys activation, anatomy, attention, fits, removal, not NoneType"),
+        (
+            '{"atention": [1], "b": 2}',
+            "a plan has the keys activation, anatomy, attention, fits, removal, not atention, b",
+        ),
         ('{"attention": 1}', "attention of a plan lists block numbers counted from 0, such as (1, 10), not 1"),
         (
             '{"activation": [0.5]}',

@@ -210,14 +210,15 @@ def summary_of(finished: tuple[Path, Result]) -> dict[str, Any]:
 
 def test_a_run_leaves_its_models_and_numbers(finished: tuple[Path, Result]) -> None:
     out, _ = finished
-    files = ["best", "checkpoints", "ema", "last", "metrics.jsonl", "run.json", "summary.json", "tensorboard"]
-    assert names(out) == files
+    files = ["best", "checkpoints", "ema", "last", "metrics.jsonl", "run.json", "start", "summary.json"]
+    assert names(out) == [*files, "tensorboard"]
     assert names(out / "checkpoints") == []
     asked = json.loads((out / "run.json").read_text())
     assert (asked["data"], asked["processes"], asked["per_class"]) == ("demo", 1, 40)
     assert (asked["training.lr"], asked["training.lr_batch"], asked["training.ema_decay"]) == (1e-3, None, 0.9)
     assert len(asked["student"]) == len(asked["teacher"]) == 64
-    assert asked["student"] != asked["teacher"]
+    assert asked["student"] == asked["teacher"]  # the student unpruned
+    assert (asked["plan"]["removal"], asked["calibration"]) == ("calibrated", 256)
 
 
 def test_its_lines_are_epochs_and_every_fiftieth_update(finished: tuple[Path, Result]) -> None:
@@ -385,13 +386,69 @@ def test_recovery_without_a_teacher(run: Run, home: Path, tmp_path: Path) -> Non
     assert (asked["teacher"], asked["distillation.kind"]) == (None, "none")
 
 
+def test_recovery_begins_calibrated_unless_told_otherwise(run: Run, home: Path, tmp_path: Path) -> None:
+    begun = {}
+    for removal in (None, "plain", "linear,calibrated"):
+        out = tmp_path / str(removal)
+        options = ("--removal", removal) if removal else ()
+        assert run(*recovery(home, out, *options, "--calibration-images", 64)).code == 0
+        assert (out / "start").is_dir() == (removal != "plain")
+        begun[removal] = json.loads((out / "summary.json").read_text())["start"]
+        plan = json.loads((out / "last" / "hetdpt.json").read_text())["plan"]
+        assert plan["removal"] == (
+            ["linear", "calibrated"] if removal == "linear,calibrated" else removal or "calibrated"
+        )
+        assert len(plan["fits"]) == (0 if removal == "plain" else 2)
+    start = hetdpt.load(tmp_path / "None" / "start")
+    assert hetdpt.evaluate(start, "demo").top1 == begun[None]
+
+
+def test_the_calibrated_start_is_made_once(run: Run, home: Path, tmp_path: Path) -> None:
+    """Killed before the first checkpoint, a recovery begins from what was saved, unless another start is asked for."""
+    command = recovery(home, tmp_path / "out")
+    assert run(*command).code == 0
+    first = json.loads((tmp_path / "out" / "summary.json").read_text())
+    weights = tmp_path / "out" / "start" / "model.safetensors"
+    before = weights.stat().st_mtime_ns
+    for name in ("summary.json", "metrics.jsonl"):
+        (tmp_path / "out" / name).unlink()
+    assert run(*command).code == 0
+    assert weights.stat().st_mtime_ns == before
+    again = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert [again[name] for name in ("start", "last", "best")] == [first[name] for name in ("start", "last", "best")]
+    (tmp_path / "out" / "summary.json").unlink()
+    assert run(*command, "--calibration-images", 64).code == 0
+    assert weights.stat().st_mtime_ns > before
+
+
+def test_removals_that_are_none(run: Run, home: Path, tmp_path: Path) -> None:
+    run(
+        "recover", home / "dense", "--teacher", home / "dense", "--removal", "plain", "--out", tmp_path / "out", *SMALL
+    ).is_refused("--removal says how the layers of a plan go; add --plan")
+    run(*recovery(home, tmp_path / "out", "--removal", "skipp")).is_refused(
+        "removal is one of plain, norm, authors, calibrated or a pair (attention style of skip, norm, constant, "
+        "position, linear; activation style of identity, calibrated, drop), not 'skipp'"
+    )
+    assert not (tmp_path / "out").exists()
+
+
+def test_apply_fits_on_images(run: Run, home: Path, images: Path, tmp_path: Path) -> None:
+    """Labels are not looked at: three classes for a model of ten."""
+    plan = ("--plan", home / "plan.json", "--data", images)
+    assert run("apply", home / "dense", *plan, "--out", tmp_path / "fitted").code == 0
+    assert run("apply", home / "dense", *plan, "--removal", "plain", "--out", tmp_path / "plain").code == 0
+    plans = [json.loads((tmp_path / name / "hetdpt.json").read_text())["plan"] for name in ("fitted", "plain")]
+    assert [plan["removal"] for plan in plans] == ["calibrated", "plain"]
+    assert [fit["style"] for fit in plans[0]["fits"]] == ["constant", "calibrated"]
+
+
 def test_recovery_of_a_saved_student(run: Run, home: Path, tmp_path: Path) -> None:
     plan = ("--plan", home / "plan.json")
     assert run("apply", home / "dense", *plan, "--out", tmp_path / "student").code == 0
     given = run(
         "recover", tmp_path / "student", "--teacher", home / "dense", "--out", tmp_path / "one", *SMALL, "--json"
     )
-    pruned = run(*recovery(home, tmp_path / "two", "--train-merged", "--json"))
+    pruned = run(*recovery(home, tmp_path / "two", "--removal", "plain", "--train-merged", "--json"))
     assert given.code == pruned.code == 0
     same = [{key: line[key] for key in ("loss", "last")} for line in lines(tmp_path / "one")]
     assert [{key: line[key] for key in ("loss", "last")} for line in lines(tmp_path / "two")] == [

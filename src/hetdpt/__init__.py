@@ -16,6 +16,7 @@ from hetdpt import torchvision_ops
 
 if TYPE_CHECKING:
     from hetdpt.adapters.models import Base, create
+    from hetdpt.calibration import calibrate_
     from hetdpt.data.augmentation import Augmentation
     from hetdpt.entropy import transfer_entropy
     from hetdpt.errors import HetDPTError
@@ -36,6 +37,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "hetdpt.adapters.models": ("Base", "create"),
+    "hetdpt.calibration": ("calibrate_",),
     "hetdpt.data.augmentation": ("Augmentation",),
     "hetdpt.entropy": ("transfer_entropy",),
     "hetdpt.errors": ("HetDPTError",),
@@ -67,6 +69,7 @@ __all__ = [
     "Scores",
     "Site",
     "TrainConfig",
+    "calibrate_",
     "count_macs",
     "count_params",
     "create",

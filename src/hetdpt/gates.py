@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hetdpt.errors import ModelError
+
 Extras = tuple[int | None, ...] | None
 
 
@@ -47,6 +49,37 @@ class Zero(Removed):
 
     def replace(self, x: Tensor) -> Tensor:
         return x.new_zeros(()).expand(x.shape)
+
+
+class Constant(Removed):
+    """Adds the same to the residual stream of every image: r(x) = c, one vector for all tokens or one for each.
+
+    ``value`` has the shape of what the layer returned, without the images; sides of 1 stand for all places.
+    """
+
+    def __init__(self, value: Tensor, extras: Extras = None) -> None:
+        super().__init__(extras)
+        self.value = nn.Parameter(value)
+
+    def replace(self, x: Tensor) -> Tensor:
+        if any(mine not in (1, side) for mine, side in zip(self.value.shape, x.shape[1:], strict=True)):
+            raise ModelError(
+                f"a layer of this model was replaced by values for tokens of shape {tuple(self.value.shape)}, but came "
+                f"{tuple(x.shape[1:])}; give images of the size it was calibrated on, or use removal style 'constant'"
+            )
+        return self.value.to(x.dtype).expand(x.shape)
+
+
+class Mapped(Removed):
+    """Sends every token through one linear layer: r(x) = W x + b."""
+
+    def __init__(self, linear: nn.Module, extras: Extras = None) -> None:
+        super().__init__(extras)
+        self.linear = linear
+
+    def replace(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x)
+        return y
 
 
 class Gate(nn.Module):

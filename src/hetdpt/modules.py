@@ -1,15 +1,19 @@
-"""What is done with any torch module: copies around the same weights, eval mode for a while, images, a device."""
+"""What is done with any torch module: copies around the same weights, eval mode for a while, images, checksums, a device.
+
+No model, site or stage is known here: whoever needs the images says what for.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import hashlib
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 
 import torch
 from torch import Tensor, nn
 
-from hetdpt.errors import DeviceError
+from hetdpt.errors import DataError, DeviceError, ModelError, first_line
 
 
 def clone(model: nn.Module) -> nn.Module:
@@ -50,6 +54,79 @@ def random_images(model: nn.Module, size: tuple[int, int, int], batch: int) -> T
     """Return the same random images (B, C, H, W) every time, on the device and in the dtype of ``model``."""
     images = torch.randn(batch, *size, generator=torch.Generator().manual_seed(0))
     return images.to(next(model.parameters()))
+
+
+def checked(batches: Iterable[Tensor], model: nn.Module, purpose: str) -> Generator[Tensor]:
+    """Yield the images on the device and in the dtype of ``model``; ``DataError`` says what is wrong with them.
+
+    ``purpose`` is what the sentence says they are for, such as "transfer entropy". Batches without images are left out.
+
+    >>> [images] = checked([torch.ones(2, 3, 8, 8)], nn.Conv2d(3, 4, 1).double(), "an example")
+    >>> images.dtype
+    torch.float64
+    """
+    weight = next(model.parameters())
+    if weight.is_meta:
+        raise ModelError("this model has no weights (its parameters are on the meta device); load them first")
+    first: Tensor | None = None
+    for images in batches:
+        if not isinstance(images, Tensor) or images.ndim != 4 or not images.is_floating_point():
+            raise DataError(
+                f"batches are float tensors of images (B, C, H, W), but one is {_spell(images)}; give images alone, "
+                "prepared for the model, such as [images]"
+            )
+        if not len(images):
+            continue
+        first = images if first is None else first
+        if images.shape[1:] != first.shape[1:]:
+            raise DataError(f"images must be of one size, but came {_size(first)} and {_size(images)}; resize them")
+        yield images.to(weight)
+    if first is None:
+        raise DataError(f"{purpose} needs images, but the batches are empty; an iterator can be read only once")
+
+
+def require_more_than_once(batches: Iterable[Tensor], times: str) -> None:
+    """Raise ``DataError`` if ``batches`` are an iterator; ``times`` is how often they are gone through, in words."""
+    if iter(batches) is batches:
+        raise DataError(
+            f"this goes over the images {times}, but came an iterator that can be read only once; "
+            "give a list of batches or a loader"
+        )
+
+
+@torch.no_grad()
+def require_takes(model: nn.Module, images: Tensor) -> None:
+    """Try ``model`` on the first of ``images`` (B, C, H, W); ``DataError`` where it does not take them."""
+    try:
+        model(images[:1])
+    except Exception as error:  # whatever a model raises on images it does not take
+        raise DataError(
+            f"{type(model).__name__} does not take images of {_size(images)}: {first_line(error)}; "
+            "prepare them in the size the model is made for"
+        ) from error
+
+
+def _spell(value: object) -> str:
+    if not isinstance(value, Tensor):
+        return f"a {type(value).__name__}"
+    return f"{str(value.dtype).removeprefix('torch.')} of shape {tuple(value.shape)}"
+
+
+def _size(images: Tensor) -> str:
+    return " x ".join(str(side) for side in images.shape[1:])
+
+
+def digest(model: nn.Module) -> str:
+    """Return a checksum of the structure and the weights of ``model``."""
+    found = hashlib.sha256(str(model).encode())
+    for name, tensor in model.state_dict().items():
+        found.update(name.encode() + bytes_of(tensor))
+    return found.hexdigest()
+
+
+def bytes_of(tensor: Tensor) -> bytes:
+    """Return the values of ``tensor`` as they lie in memory, row by row."""
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def find_device(name: str | None = None) -> torch.device:

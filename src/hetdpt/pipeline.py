@@ -1,28 +1,35 @@
-"""The flow from a dense model to a saved one, on one screen. So far: recovery, from a student to files."""
+"""The flow from a dense model to a saved one, on one screen. So far: calibration and recovery."""
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Iterator
+import json
+from collections.abc import Callable, Iterable, Iterator
 from copy import deepcopy
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
+from hetdpt.adapters.preprocessing import preprocessing_of
+from hetdpt.calibration import calibrate_
 from hetdpt.data.sources import Data, open_data
 from hetdpt.data.streams import Stream
-from hetdpt.export.saved import save
+from hetdpt.data.unlabelled import ImageBatches
+from hetdpt.errors import PlanError
+from hetdpt.export.saved import load, save
+from hetdpt.modules import clone, digest
+from hetdpt.plan import Plan
 from hetdpt.recovery import RecoverConfig, recover
 from hetdpt.runs import Run
-from hetdpt.surgery import merge_
+from hetdpt.surgery import merge_, place_, prune_
 from hetdpt.training.processes import start
 from hetdpt.training.trainer import Epoch, Progress
 
 EVERY = 50  # updates between two lines of metrics.jsonl
+CALIBRATION = 256  # images
+START = "start"
 
 
 def recover_into(
@@ -32,6 +39,8 @@ def recover_into(
     data: str | Data,
     config: RecoverConfig,
     *,
+    plan: Plan | None = None,
+    calibration: int = CALIBRATION,
     device: str | None = None,
     workers: int = 0,
     minutes: float = 10.0,
@@ -40,17 +49,27 @@ def recover_into(
 ) -> Iterator[Epoch]:
     """Recover ``student`` and write all of it to ``directory``; called again, it goes on where it was killed.
 
-    When it is done there are saved models, merged: ``best``, ``last`` and, with a moving average, ``ema``.
+    With a ``plan`` the student first loses its layers; replacements that are fitted are so on ``calibration`` training
+    images, and the student they make is saved as ``start``. When it is done there are saved models, merged: ``best``,
+    ``last`` and, with a moving average, ``ema``.
     """
     opened = data if isinstance(data, Data) else open_data(data)
     processes = start(config.training.precision, device)
+    if plan is not None:
+        place_(clone(student), plan)  # a plan that does not fit is refused before anything is written
     with processes.main_process_first():
         asked = _asked(student, teacher, opened, config, processes.num_processes)
         asked["precision"] = processes.mixed_precision  # what "auto" stands for on this device
         if isinstance(opened.train, Stream):
             asked["workers"] = workers  # they share out the shards, and so decide the order
+        if plan is not None:
+            asked |= {"plan": json.loads(plan.to_json()), "calibration": calibration if plan.fitted else None}
         run = Run.open(directory, asked, minutes, has_board=tensorboard, is_first=processes.is_main_process)
     if run.summary is None:
+        if plan is not None:
+            with processes.main_process_first():  # the others load what it saved
+                images = partial(_images, opened, calibration, config.training.seed, workers)
+                student = _start(run, asked, student.to(processes.device), plan, images)
         epochs = recover(
             student,
             teacher,
@@ -62,6 +81,28 @@ def recover_into(
             watch=partial(_log, run, watch),
         )
         yield from _keep(run, epochs)
+
+
+def _start(
+    run: Run, asked: dict[str, Any], student: nn.Module, plan: Plan, images: Callable[[nn.Module], Iterable[Tensor]]
+) -> nn.Module:
+    """Return the student as its training begins: pruned, or calibrated once and then loaded."""
+    if not plan.fitted:
+        return prune_(student, plan)
+    start = run.directory / START
+    made_of = json.dumps({key: asked[key] for key in ("student", "plan", "calibration", "data", "training.seed")})
+    note = start / "start.json"
+    if not note.is_file() or note.read_text() != made_of:
+        with run.alone():
+            calibrated = calibrate_(student, plan, images(student)).cpu()
+            save(calibrated, start, overwrite=True, notes={note.name: made_of})
+    return load(start)
+
+
+def _images(data: Data, count: int, seed: int, workers: int, model: nn.Module) -> Iterable[Tensor]:
+    if data.train is None:
+        raise PlanError("removal is calibrated on training images; open the data with the split train")
+    return ImageBatches(data.train, preprocessing_of(model), count=count, seed=seed, workers=workers)
 
 
 def _keep(run: Run, epochs: Iterator[Epoch]) -> Iterator[Epoch]:
@@ -119,19 +160,11 @@ def _asked(
     for part in [part for part, value in settings.items() if isinstance(value, dict)]:
         settings |= {f"{part}.{key}": value for key, value in settings.pop(part).items()}
     return {
-        "student": _digest(student),
-        "teacher": _digest(teacher) if teacher is not None else None,
+        "student": digest(student),
+        "teacher": digest(teacher) if teacher is not None else None,
         "data": data.name,
         "classes": data.num_classes,
         "images": [len(split) if split is not None else None for split in (data.train, data.val)],
         "processes": processes,
         **settings,
     }
-
-
-def _digest(model: nn.Module) -> str:
-    """Return a checksum of the structure and the weights of ``model``."""
-    found = hashlib.sha256(str(model).encode())
-    for name, tensor in model.state_dict().items():
-        found.update(name.encode() + tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from numbers import Integral
 from typing import Any, Literal
 
@@ -18,6 +18,8 @@ KINDS: tuple[Kind, Kind] = ("attention", "activation")
 
 ATTENTION_STYLES = ("skip", "norm", "constant", "position", "linear")
 ACTIVATION_STYLES = ("identity", "calibrated", "drop")
+FITTED_STYLES = ("constant", "position", "linear", "calibrated")
+"""Those that are fitted on images (SPEC section 6)."""
 REMOVALS: dict[str, tuple[str, str]] = {
     "plain": ("skip", "identity"),
     "norm": ("norm", "identity"),
@@ -99,6 +101,22 @@ class Anatomy:
 
 
 @dataclass(frozen=True)
+class Fit:
+    """How well the replacement of one removed layer was fitted."""
+
+    kind: Kind
+    block: int
+    style: str
+    r2: float
+    """1 - E || y - r(x) ||^2 / E || y ||^2 for a layer y and its replacement r, on images r was not fitted on.
+
+    0 is as bad as leaving the layer out, 1 is perfect.
+    """
+    ridge: float | None = None
+    """The ridge that was best on images held out; None for constants."""
+
+
+@dataclass(frozen=True)
 class Plan:
     """Which layers go, and how.
 
@@ -117,6 +135,8 @@ class Plan:
     """A name from ``REMOVALS`` or an explicit (attention style, activation style)."""
     anatomy: Anatomy | None = None
     """The model it was made for; None fits any model that has these sites."""
+    fits: tuple[Fit, ...] = field(default=(), compare=False)
+    """How well fitted replacements fit, in the order in which they were fitted."""
 
     def __post_init__(self) -> None:
         for kind in KINDS:
@@ -141,6 +161,15 @@ class Plan:
 
     def style_of(self, kind: Kind) -> str:
         return self.styles[KINDS.index(kind)]
+
+    @property
+    def fitted(self) -> tuple[str, ...]:
+        """Those of its styles that are fitted on images and that it has a use for."""
+        return tuple(self.style_of(kind) for kind in KINDS if getattr(self, kind) and self.is_fitted(kind))
+
+    def is_fitted(self, kind: Kind) -> bool:
+        """Whether a removed layer of this kind is replaced by something that is fitted on images."""
+        return self.style_of(kind) in FITTED_STYLES
 
     def check(self, anatomy: Anatomy) -> None:
         """Raise ``PlanError`` unless every site of the plan exists in a model of this ``anatomy``."""
@@ -188,6 +217,7 @@ class Plan:
             activation=values.get("activation", ()),
             removal=tuple(removal) if isinstance(removal, list) else removal,
             anatomy=_anatomy(values.get("anatomy")),
+            fits=_fits(values.get("fits", ())),
         )
 
 
@@ -221,6 +251,13 @@ def _removal(removal: object) -> str | tuple[str, str]:
         f"removal is one of {_spell(REMOVALS)} or a pair (attention style of {_spell(ATTENTION_STYLES)}; "
         f"activation style of {_spell(ACTIVATION_STYLES)}), not {removal!r}"
     )
+
+
+def _fits(values: Any) -> tuple[Fit, ...]:
+    known = {field.name for field in fields(Fit)}
+    if not isinstance(values, list | tuple) or not all(isinstance(fit, dict) and set(fit) == known for fit in values):
+        raise PlanError(f"fits of a plan is a list of objects with the keys {_spell(sorted(known))}, not {values!r}")
+    return tuple(Fit(**fit) for fit in values)
 
 
 def _anatomy(values: Any) -> Anatomy | None:

@@ -13,6 +13,7 @@ import fcntl
 import json
 import os
 import re
+import shutil
 import time
 import warnings
 from collections.abc import Iterator
@@ -104,6 +105,10 @@ class Run:
         with written(self.directory / SUMMARY) as scratch:
             scratch.write_text(json.dumps(summary, indent=1) + "\n")
         self.checkpoints.clear()
+
+    def discard(self) -> None:
+        """Remove the directory with all that is in it, where what the run came to is elsewhere."""
+        shutil.rmtree(self.directory)
 
 
 class Checkpoints:

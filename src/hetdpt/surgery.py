@@ -1,7 +1,7 @@
 """``gate_``, ``restore_``, ``prune_``, ``merge_``: a model changed in place by a plan, module for module.
 
 No ``forward`` is copied: what is removed is replaced by a module with the same calling habits (:mod:`hetdpt.gates`).
-Nothing is trained, measured or chosen here.
+Nothing is trained, fitted, measured or chosen here.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.hooks import RemovableHandle
 
@@ -21,11 +21,13 @@ from hetdpt.adapters.anatomy import Handle, Parts, Survey, survey
 from hetdpt.adapters.ffn import Ffn
 from hetdpt.adapters.models import input_size_of
 from hetdpt.errors import PlanError
-from hetdpt.fold import Layer, fold_norm, fold_pair, is_cheaper_folded
-from hetdpt.gates import Behind, Gate, Pass, Removed, StreamGelu, Zero
-from hetdpt.plan import Plan, Site
+from hetdpt.fold import Layer, add, fold_norm, fold_pair, is_cheaper_folded, new_layer
+from hetdpt.gates import Behind, Constant, Gate, Mapped, Pass, Removed, StreamGelu, Zero
+from hetdpt.modules import clone
+from hetdpt.plan import KINDS, Fit, Plan, Site
 
 InputSize = tuple[int, int, int]
+Removal = str | tuple[str, str]
 RECORD = "_hetdpt"
 
 
@@ -39,6 +41,8 @@ class Record:
     """Blocks whose FFN is one layer now."""
     folded_norms: tuple[int, ...] = ()
     """Those of them whose LayerNorm has lost its affine part to that layer."""
+    folded_constants: tuple[int, ...] = ()
+    """Blocks whose attention was replaced by a constant that the bias before it has taken in."""
 
 
 def record_of(model: nn.Module) -> Record | None:
@@ -74,6 +78,11 @@ def gate_(model: nn.Module, plan: Plan | None = None, input_size: InputSize | No
     With no plan all gates are open and the outputs are bit-equal to the ungated model's. ``restore_`` undoes it.
     """
     plan = Plan() if plan is None else plan  # an empty plan is false, but its removal style counts
+    if any(plan.is_fitted(kind) for kind in KINDS):
+        raise PlanError(
+            f"a gate has no images to fit removal {plan.removal!r} on; gate with removal 'plain', "
+            "and calibrate what is chosen"
+        )
     record = _begin(model, plan, input_size)
     left = [h for h in record.survey.handles if not record.plan.removes(h.site)]
     gated = [h for h in left if plan.removes(h.site) or why_not_removable(h, plan) is None]
@@ -109,11 +118,27 @@ def gates_of(model: nn.Module) -> dict[str, Gate]:
 def prune_(model: nn.Module, plan: Plan, input_size: InputSize | None = None) -> nn.Module:
     """Remove the layers of ``plan`` for good. A model already pruned may lose more under a larger plan.
 
+    Removals that are fitted on images are the business of ``hetdpt.calibrate_``.
+
     >>> import timm
     >>> model = timm.create_model("vit_tiny_patch16_224", depth=2, num_classes=10)
     >>> model = prune_(model, Plan(attention=(0,), activation=(1,)))
     >>> [site.path for site in sites(model)]
     ['blocks.0.mlp.act', 'blocks.1.attn']
+    """
+    if plan.fitted:
+        raise PlanError(
+            f"removal style {plan.fitted[0]!r} is fitted on images, and there are none here; give --data, call "
+            "hetdpt.calibrate_(model, plan, batches), or use removal 'plain'"
+        )
+    return place_(model, plan, input_size)
+
+
+def place_(model: nn.Module, plan: Plan, input_size: InputSize | None = None) -> nn.Module:
+    """Do what ``prune_`` does, under any style: a layer that is to be fitted has its place and shape, not its values.
+
+    Until they are set (``fill_``), a constant is 0, and so is a map in place of attention or of a gated FFN; the map
+    in place of an FFN is what ``identity`` would leave.
     """
     record = _begin(model, plan, input_size)
     going = [h for h in record.survey.handles if plan.removes(h.site) and not record.plan.removes(h.site)]
@@ -123,6 +148,7 @@ def prune_(model: nn.Module, plan: Plan, input_size: InputSize | None = None) ->
         attention=tuple({*plan.attention, *record.plan.attention}),
         activation=tuple({*plan.activation, *record.plan.activation}),
         anatomy=record.survey.anatomy,
+        fits=record.plan.fits or plan.fits,
     )
     gone = [h for h in record.survey.handles if whole.removes(h.site)]
     owners = _stream_owners(gone) if plan.removal == "authors" else {}
@@ -130,31 +156,84 @@ def prune_(model: nn.Module, plan: Plan, input_size: InputSize | None = None) ->
         _remove(model, handle, plan)
     for block in {handle.site.block for handle in going} & owners.keys():
         model.get_submodule(owners[block]).register_forward_hook(StreamGelu())
-    vars(model)[RECORD] = replace(record, plan=whole)
+    single = tuple(h.site.block for h in going if h.ffn and plan.style_of(h.site.kind) == "calibrated")
+    vars(model)[RECORD] = replace(record, plan=whole, merged=record.merged + single)
     return model
+
+
+def ready(model: nn.Module, removal: Removal, input_size: InputSize | None = None) -> nn.Module:
+    """Return a copy of ``model`` in eval mode that knows its sites and by what removal it will lose them.
+
+    A model pruned already keeps the removal it was pruned with.
+    """
+    record = record_of(model)
+    is_pruned = record is not None and len(record.plan) > 0
+    known = Plan(removal=record.plan.removal if record and is_pruned else removal)
+    return place_(clone(model).eval(), known, input_size)
+
+
+def without(model: nn.Module, site: Site, style: str | None = None) -> nn.Module:
+    """Return a copy of ``model`` (one that is ``ready``) that has lost one site, by its own removal or by ``style``.
+
+    A replacement that is to be fitted has no values yet.
+    """
+    record = record_of(model)
+    assert record is not None
+    removal = record.plan.removal
+    if style not in (None, record.plan.style_of(site.kind)):
+        removal = (style or "", "identity") if site.kind == "attention" else ("skip", style or "")
+    return place_(clone(model), Plan(**{site.kind: (site.block,)}, removal=removal))  # type: ignore[arg-type]
+
+
+def removable(model: nn.Module, asked: Iterable[Site] | None = None) -> list[Site]:
+    """Return the sites asked for, or all that a model that is ``ready`` can lose; ``PlanError`` if one cannot go."""
+    record = record_of(model)
+    assert record is not None
+    left = {handle.site: handle for handle in record.survey.handles if not record.plan.removes(handle.site)}
+    if asked is None:
+        return [site for site, handle in left.items() if why_not_removable(handle, record.plan) is None]
+    asked = list(asked)
+    for site in asked:
+        if site not in left:
+            raise PlanError(
+                f"{site.kind} {site.block} at {site.path} is no site of this model, or is removed already; "
+                "hetdpt.sites(model) lists what is left"
+            )
+        if why := why_not_removable(left[site], record.plan):
+            raise PlanError(why)
+    return [site for site in left if site in asked]
 
 
 def merge_(model: nn.Module, fold_norms: bool = False) -> nn.Module:
     """Make one layer of the two linear ones that a removed activation left (paper, Eq. 7), where that is cheaper.
 
     LayerScale is folded in; with ``fold_norms`` the affine part of the LayerNorm before it too, which saves 2 D
-    parameters. The function stays the same up to rounding; merging twice changes nothing.
+    parameters. A constant in place of attention goes into the bias of the FFN before it, or the embedding of positions,
+    where nothing else sees the difference. The function stays the same up to rounding; merging twice changes nothing.
     """
     record = record_of(model)
     if record is None:
         return model
     ffns = {h.site.block: h.ffn for h in record.survey.handles if h.ffn and _is_linear(h, record.plan)}
     worth = [block for block, ffn in ffns.items() if block in record.merged or _is_worth_merging(model, ffn)]
-    return merge_blocks_(model, worth, worth if fold_norms else ())
+    return merge_blocks_(model, worth, worth if fold_norms else (), record.plan.attention)
 
 
-def merge_blocks_(model: nn.Module, blocks: Iterable[int], folded_norms: Iterable[int] = ()) -> nn.Module:
-    """Merge the FFNs of these ``blocks``, and fold the norms of some of them; what is done already stays."""
+def merge_blocks_(
+    model: nn.Module,
+    blocks: Iterable[int],
+    folded_norms: Iterable[int] = (),
+    folded_constants: Iterable[int] = (),
+) -> nn.Module:
+    """Merge the FFNs of these ``blocks``, fold the norms and constants of some; what is done already stays.
+
+    Of ``folded_constants`` those are passed over that nothing can take in.
+    """
     _refuse_gated(model)
     record = record_of(model)
     assert record is not None
     ffns = {h.site.block: h.ffn for h in record.survey.handles if _is_linear(h, record.plan) and h.ffn}
-    merged, folded = [*record.merged], [*record.folded_norms]
+    merged, folded, taken_in = [*record.merged], [*record.folded_norms], [*record.folded_constants]
     for block in blocks:
         if block in ffns and block not in merged:
             _merge_ffn(model, ffns[block])
@@ -163,7 +242,12 @@ def merge_blocks_(model: nn.Module, blocks: Iterable[int], folded_norms: Iterabl
         if block in merged and block not in folded and ffns[block].norm:
             _fold_norm(model, ffns[block])
             folded.append(block)
-    vars(model)[RECORD] = replace(record, merged=tuple(merged), folded_norms=tuple(folded))
+    record = replace(record, merged=tuple(merged), folded_norms=tuple(folded))
+    for handle in record.survey.handles:
+        is_asked = handle.site.kind == "attention" and handle.site.block in folded_constants
+        if is_asked and handle.site.block not in taken_in and _fold_constant(model, handle, record):
+            taken_in.append(handle.site.block)
+    vars(model)[RECORD] = replace(record, folded_constants=tuple(taken_in))
     return model
 
 
@@ -174,7 +258,7 @@ def drop_paths(model: nn.Module, rate: float, found: Survey | None = None) -> It
     Where a model was built with drop path, its own modules do it. ``found`` is where its layers are, if that is known.
     """
     record, found = record_of(model), found or survey_of(model)
-    gone = [h for h in found.handles if record and record.plan.removes(h.site) and _goes_whole(h, record.plan)]
+    gone = [h for h in found.handles if record and record.plan.removes(h.site) and _is_idle(h, record.plan)]
     chances = {block: rate * block / max(found.anatomy.blocks - 1, 1) for block in range(found.anatomy.blocks)}
     owners = {handle.owner: chances[handle.site.block] for handle in found.handles}
     inside = [(module, chance) for path, chance in owners.items() for module in model.get_submodule(path).modules()]
@@ -228,8 +312,9 @@ def _begin(model: nn.Module, plan: Plan, input_size: InputSize | None) -> Record
 
 
 def _is_linear(handle: Handle, plan: Plan) -> bool:
-    """Whether the plan leaves two linear layers in a row."""
-    return handle.ffn is not None and plan.removes(handle.site) and plan.styles[1] == "identity"
+    """Whether the plan leaves two linear layers in a row, or one."""
+    is_linear = plan.style_of("activation") in ("identity", "calibrated")
+    return handle.ffn is not None and plan.removes(handle.site) and is_linear
 
 
 def _is_worth_merging(model: nn.Module, ffn: Ffn) -> bool:
@@ -261,15 +346,46 @@ def _fold_norm(model: nn.Module, ffn: Ffn) -> None:
         norm.elementwise_affine = False
 
 
+def _fold_constant(model: nn.Module, handle: Handle, record: Record) -> bool:
+    """Add what a constant adds to the bias before it instead; return whether there is one and it may."""
+    constant = model.get_submodule(_parts(handle).core)
+    name = _bias_before(handle, record)
+    if not isinstance(constant, Constant) or name is None:
+        return False
+    bias = model.get_parameter(name)
+    is_vector = constant.value.shape == _parts(handle).core_layout.vector
+    if bias.ndim == 1 and is_vector:
+        value = constant.value.flatten()
+    elif bias.ndim > 1 and _parts(handle).is_direct:
+        value = constant.value
+    else:
+        return False
+    path, _, leaf = name.rpartition(".")
+    total = nn.Parameter(add(bias, value), requires_grad=bias.requires_grad)
+    model.get_submodule(path).register_parameter(leaf, total)
+    _put(model, _parts(handle).core, Zero(constant.extras))
+    return True
+
+
+def _bias_before(handle: Handle, record: Record) -> str | None:
+    """Return the parameter that is added to the stream right before a branch, where it is now; None if it is gone."""
+    name = handle.bias
+    for other in record.survey.handles:
+        if other.ffn and name == f"{other.ffn.second}.bias":
+            if other.site.block in record.merged:
+                return f"{other.ffn.first}.bias"
+            is_dropped = record.plan.removes(other.site) and _goes_whole(other, record.plan)
+            return None if is_dropped or other.ffn.scale else name
+    return name
+
+
 def why_not_removable(handle: Handle, plan: Plan) -> str | None:
     """Return why the plan's style cannot remove a site, or None if it can."""
     style = plan.style_of(handle.site.kind)
-    if style in ("constant", "position", "linear", "calibrated"):
-        return f"removal style {style!r} is fitted on images, which this version cannot do; use 'plain' or 'norm'"
     if style == "identity" and handle.site.is_gated:
         return (
             f"activation {handle.site.block} belongs to a gated FFN, which has no exact linear form; "
-            "remove the whole FFN with removal=('skip', 'drop')"
+            "use removal 'calibrated' (a fitted linear map), or remove the whole FFN with removal=('skip', 'drop')"
         )
     if style == "drop" and handle.parts is None:
         return f"the FFN of block {handle.site.block} cannot go as a whole; use activation style 'identity'"
@@ -280,6 +396,64 @@ def _require(handles: list[Handle], plan: Plan) -> None:
     for handle in handles:
         if why := why_not_removable(handle, plan):
             raise PlanError(why)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a fitted replacement goes: it must give what ``target`` gives, scaled, for what ``source`` is given."""
+
+    source: str
+    """The module that the replacement takes the place of."""
+    target: str
+    scales: tuple[str, ...]
+    """Parameters that multiply the output of ``target`` on its way to the stream; the replacement has them in it."""
+    stream: str
+    """The module that is given the residual stream."""
+    is_end: bool
+    """Whether the output of ``target``, scaled, is what the branch adds to the stream, lying the same way."""
+    axis: int
+    """Where the output of ``target`` has its channels, counted from the end."""
+
+
+def place_of(model: nn.Module, handle: Handle, style: str) -> Place:
+    """Return where the fitted replacement of a site goes that is still in ``model``."""
+    if handle.ffn is not None:
+        return _place_of_ffn(model, handle, handle.ffn)
+    parts = _parts(handle)
+    stream = (*parts.entry, parts.core)[0]
+    is_mean = style == "constant"  # over all places, whatever order they are in
+    if is_mean or parts.is_direct or parts.gate == parts.core:
+        axis = parts.gate_layout.axis - len(parts.gate_layout.shape)
+        return Place(parts.core, parts.gate, parts.scales, stream, parts.is_direct, axis)
+    axis = parts.core_layout.axis - len(parts.core_layout.shape)
+    return Place(parts.core, parts.core, (), stream, False, axis)
+
+
+def _place_of_ffn(model: nn.Module, handle: Handle, ffn: Ffn) -> Place:
+    scales = (ffn.scale,) if ffn.scale else ()
+    stream = (*handle.parts.entry, ffn.first)[0] if handle.parts else ffn.first
+    axis = -3 if isinstance(model.get_submodule(ffn.second), nn.Conv2d) else -1
+    return Place(ffn.first, ffn.second, scales, stream, ffn.is_end, axis)
+
+
+def fill_(model: nn.Module, site: Site, values: Tensor | tuple[Tensor, Tensor], fit: Fit) -> nn.Module:
+    """Set the values of a replacement that ``place_`` made: a constant, or a matrix and a bias."""
+    record = record_of(model)
+    assert record is not None
+    handle = next(handle for handle in record.survey.handles if handle.site == site)
+    module = model.get_submodule(handle.ffn.first if handle.ffn else _parts(handle).core)
+    with torch.no_grad():
+        if isinstance(values, Tensor):
+            assert isinstance(module, Constant)
+            axis = _parts(handle).core_layout.axis
+            module.value.copy_(values.view(module.value.movedim(axis, -1).shape).movedim(-1, axis))
+        else:
+            layer = _layer(module.linear if isinstance(module, Mapped) else module)
+            assert layer.bias is not None
+            layer.weight.copy_(values[0].view_as(layer.weight))
+            layer.bias.copy_(values[1])
+    vars(model)[RECORD] = replace(record, plan=replace(record.plan, fits=(*record.plan.fits, fit)))
+    return model
 
 
 def _stand_in(handle: Handle, plan: Plan) -> tuple[str, Removed]:
@@ -295,13 +469,46 @@ def _goes_whole(handle: Handle, plan: Plan) -> bool:
     return plan.style_of(handle.site.kind) in ("skip", "drop")
 
 
+def _is_idle(handle: Handle, plan: Plan) -> bool:
+    """Whether what is left of a branch does not depend on the image."""
+    return plan.style_of(handle.site.kind) in ("skip", "drop", "constant", "position")
+
+
 def _remove(model: nn.Module, handle: Handle, plan: Plan) -> None:
-    _put(model, *_stand_in(handle, plan))
-    if _goes_whole(handle, plan):
-        for path in (*_parts(handle).entry, *_parts(handle).exits):
+    is_fitted = plan.is_fitted(handle.site.kind)
+    if is_fitted and handle.ffn:
+        return _put_single(model, handle.ffn)
+    is_at_end = not is_fitted or place_of(model, handle, plan.style_of(handle.site.kind)).target == _parts(handle).gate
+    _put(model, *(_fitted(model, handle, plan) if is_fitted else _stand_in(handle, plan)))
+    if _is_idle(handle, plan):
+        for path in _parts(handle).entry:
+            _put(model, path, Pass())
+    if (is_fitted or _goes_whole(handle, plan)) and is_at_end:
+        for path in _parts(handle).exits:
             _put(model, path, Pass())
         for name in _parts(handle).parameters:
             _neutralise(model, name)
+
+
+def _fitted(model: nn.Module, handle: Handle, plan: Plan) -> tuple[str, Removed]:
+    """Return which module goes and the replacement that is to be fitted, with zeros for now."""
+    style, parts = plan.style_of(handle.site.kind), _parts(handle)
+    layout = parts.core_layout
+    like = next(model.get_submodule(parts.core).parameters())
+    if style in ("constant", "position"):
+        shape = layout.vector if style == "constant" else layout.shape
+        return parts.core, Constant(torch.zeros(shape, dtype=like.dtype, device=like.device), parts.extras)
+    zeros = torch.zeros(layout.width, layout.width, dtype=torch.float64, device=like.device)
+    is_map = len(layout.shape) == 3 and layout.axis == 0
+    return parts.core, Mapped(new_layer(zeros, zeros[0], like, is_map), parts.extras)
+
+
+def _put_single(model: nn.Module, ffn: Ffn) -> None:
+    """Put one layer in place of an FFN; as in merging, but with a bias in any case."""
+    _merge_ffn(model, ffn)
+    layer = _layer(model.get_submodule(ffn.first))
+    if layer.bias is None:
+        layer.bias = nn.Parameter(layer.weight.new_zeros(len(layer.weight)), layer.weight.requires_grad)
 
 
 def _put_gate(model: nn.Module, handle: Handle, plan: Plan) -> Gate:

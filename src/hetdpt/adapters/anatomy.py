@@ -11,11 +11,32 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from hetdpt.adapters.branches import Branch, Inside, Reading
+from hetdpt.adapters.branches import ADDITIONS, Branch, Inside, Reading
 from hetdpt.adapters.ffn import ZERO_TO_ZERO, Ffn, calls_of, find_ffn, is_gated, linears_of
 from hetdpt.adapters.trace import Call, Ref, trace
 from hetdpt.errors import ModelError
 from hetdpt.plan import Anatomy, Kind, Site
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the values of a branch lie at some place: their shape without the images, and which axis of it has channels.
+
+    >>> Layout((196, 192), 1).vector, Layout((64, 14, 14), 0).vector
+    ((1, 192), (64, 1, 1))
+    """
+
+    shape: tuple[int, ...]
+    axis: int
+
+    @property
+    def width(self) -> int:
+        return self.shape[self.axis]
+
+    @property
+    def vector(self) -> tuple[int, ...]:
+        """The shape of one value for each channel that fits every place."""
+        return tuple(side if axis == self.axis else 1 for axis, side in enumerate(self.shape))
 
 
 @dataclass(frozen=True)
@@ -29,8 +50,14 @@ class Parts:
     """The last module that computes anything: masking its output masks the branch."""
     parameters: tuple[str, ...]
     """LayerScale parameters of the branch that the block itself holds."""
+    scales: tuple[str, ...]
+    """Those of them that multiply what the gate gives."""
     extras: tuple[int | None, ...] | None
     """What the core returns behind its tensor: an argument by its number, or None. No tuple: None."""
+    core_layout: Layout
+    gate_layout: Layout
+    is_direct: bool
+    """Whether values lie the same way from the stream to the gate: no windows are cut, nothing is rolled."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +70,9 @@ class Handle:
     parts: Parts | None
     """None where the branch cannot go as a whole, which only matters to the removal ``drop`` of an FFN."""
     ffn: Ffn | None = None
+    bias: str | None = None
+    """The parameter that was added to the stream right before this branch and that only this branch saw the effect of:
+    what the branch adds, if it is the same for all images, may be added to it instead."""
 
 
 @dataclass(frozen=True)
@@ -157,7 +187,8 @@ def _attention(reading: Reading, branch: Branch, block: int) -> Handle:
         holds = "the block itself computes it" if not holders else f"{len(holders)} modules of the branch hold it"
         raise RefusedError(f"{holds}, and exactly one module must, to be replaced")
     site = Site("attention", block, holders[0].path)
-    return Handle(site, branch.owner, _parts(reading, branch, inside, holders[0]))
+    parts = _parts(reading, branch, inside, holders[0])
+    return Handle(site, branch.owner, parts, bias=_bias_before(reading, branch))
 
 
 def _activation(reading: Reading, branch: Branch, block: int) -> Handle:
@@ -194,15 +225,52 @@ def _parts(reading: Reading, branch: Branch, inside: list[Inside], core: Inside)
         raise RefusedError(f"its output is still changed by {', '.join(sorted(after - ZERO_TO_ZERO))} before the sum")
     if branch.out.op == "add_" and branch.out.inputs[0] == branch.end:
         raise RefusedError("the stream is added into its output in place, so that nothing can stand in for it")
-    factors = [factor for i in loose if (factor := reading.factor(i))]
+    factors = {i: factor[0] for i in loose if (factor := reading.factor(i))}
+    inner = {m.path for m in inside}
     return Parts(
         entry=tuple(m.path for m in entry),
         core=core.path,
         exits=tuple(m.path for m in exits),
         gate=last.path,
-        parameters=tuple(name for name, _ in factors),
+        parameters=tuple(factors.values()),
+        scales=tuple(name for i, name in factors.items() if i >= last.call.stop),
         extras=_extras(core.call),
+        core_layout=_layout(reading, core.call, inner),
+        gate_layout=_layout(reading, last.call, inner),
+        is_direct=all(i >= last.call.stop or i in factors for i in loose),
     )
+
+
+def _layout(reading: Reading, call: Call, inside: set[str]) -> Layout:
+    """Return how the output of a call lies; of maps of features (B, ., ., .) parameters tell where the channels are."""
+    assert call.output is not None
+    shape = call.output.shape[1:]
+    if len(shape) < 3:
+        return Layout(shape, len(shape) - 1)
+    modules = [m for path, m in reading.modules.items() if any(f"{path}.".startswith(f"{part}.") for part in inside)]
+    sizes = {p.shape[0] for module in modules for p in module.parameters(recurse=False) if p.ndim == 1}
+    is_first, is_last = shape[0] in sizes, shape[-1] in sizes
+    if is_first == is_last:
+        is_first = any(isinstance(module, nn.Conv2d) for module in modules)
+    return Layout(shape, 0 if is_first else len(shape) - 1)
+
+
+def _bias_before(reading: Reading, branch: Branch) -> str | None:
+    """Return the parameter that ends what comes before ``branch``: the bias of an FFN's last layer, or a position's."""
+    stream = branch.stream
+    if not branch.interior.issuperset(set(reading.consumers[stream.index]) - {branch.out.index}):
+        return None
+    before = next((other for other in reading.branches if other.out == stream), None)
+    if before is not None:
+        ffns = [ffn for call in linears_of(reading, before) if (ffn := find_ffn(reading, before, call))]
+        has_bias = bool(ffns) and f"{ffns[-1].second}.bias" in reading.parameters
+        return f"{ffns[-1].second}.bias" if has_bias and ffns[-1].is_end else None
+    is_sum = stream.op in ADDITIONS and len(stream.parameters) == 1 and len(reading.sources(stream.index)) == 1
+    if not is_sum or reading.times_read[stream.parameters[0]] != 1:
+        return None
+    sides = (1,) * len(stream.shape) + reading.parameters[stream.parameters[0]]
+    fits = all(side == full for side, full in zip(sides[-len(stream.shape) + 1 :], stream.shape[1:], strict=True))
+    return stream.parameters[0] if fits else None
 
 
 def _extras(core: Call) -> tuple[int | None, ...] | None:

@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from hetdpt.errors import FileError, first_line
 
 
-def load_weights(model: nn.Module, path: Path) -> nn.Module:
+def load_weights(model: nn.Module, path: str | Path) -> nn.Module:
     """Load a checkpoint (safetensors, or a torch file without code) that fits ``model`` exactly."""
     from timm.models import load_state_dict
 
+    path = Path(path)
     if not path.is_file():
         raise FileError(f"the checkpoint {path} does not exist; give a .safetensors or .pth file")
     try:

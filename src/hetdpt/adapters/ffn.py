@@ -36,6 +36,8 @@ class Ffn:
     """The LayerNorm whose output only ``first`` reads."""
     scale: str | None
     """The LayerScale parameter that multiplies the output of ``second``."""
+    is_end: bool
+    """Whether what ``second`` gives, scaled, is what the branch adds to the stream."""
 
 
 def is_linear(module: nn.Module) -> bool:
@@ -107,13 +109,16 @@ def _with_neighbours(reading: Reading, branch: Branch, first: Call, activation: 
     dropouts = [c for c in reading.calls if c.start == c.stop <= second.start and c.input_node in hidden]
     norms = [c.path for c in calls_of(reading, branch) if _leads_only_to(reading, c, first)]
     norms = [path for path in norms if isinstance(reading.modules[path], nn.LayerNorm)]
+    scale = _scale(reading, second)
+    end = reading.consumers[second.output_node or 0][0] if scale else second.output_node
     return Ffn(
         first=first.path,
         activation=activation.path,
         second=second.path,
         between=tuple(c.path for c in dropouts if reading.times_called[c.path] == 1),
         norm=norms[0] if norms else None,
-        scale=_scale(reading, second),
+        scale=scale,
+        is_end=end == branch.end,
     )
 
 

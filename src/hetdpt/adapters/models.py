@@ -46,7 +46,7 @@ class Base:
 def create(
     name: str,
     *,
-    weights: Path | None = None,
+    weights: str | Path | None = None,
     pretrained: bool = False,
     num_classes: int | None = None,
     img_size: int | None = None,

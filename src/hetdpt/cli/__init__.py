@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from hetdpt.cli import models, training
+from hetdpt.cli import models, oneshot, scan, training
 from hetdpt.errors import HetDPTError
 
 app = typer.Typer(
@@ -25,6 +25,8 @@ COMMANDS: tuple[Callable[..., None], ...] = (
     models.inspect,
     models.bench,
     models.apply,
+    scan.scan,
+    oneshot.oneshot,
     training.train,
     training.recover,
     training.recipes,

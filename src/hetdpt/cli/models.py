@@ -11,6 +11,7 @@ import typer
 from hetdpt.cli.options import (
     Batch,
     Classes,
+    DataRoot,
     Device,
     ImgSize,
     Json,
@@ -22,6 +23,7 @@ from hetdpt.cli.options import (
     Runs,
     Weights,
     read_plan,
+    with_removal,
 )
 from hetdpt.cli.show import print_breakdown, print_costs, print_json, print_sites, print_speed, progress
 from hetdpt.plan import Plan
@@ -44,7 +46,7 @@ def inspect(
     from hetdpt.measurement.costs import Costs
     from hetdpt.measurement.speed import latency_table
     from hetdpt.modules import clone, find_device
-    from hetdpt.surgery import merge_, prune_, sites, survey_of
+    from hetdpt.surgery import merge_, place_, sites, survey_of
 
     chosen = read_plan(plan) if plan else Plan()
     network = open_model(model, weights=weights, num_classes=num_classes, img_size=img_size, is_empty=not latency)
@@ -52,7 +54,7 @@ def inspect(
     left = sites(network)
     costs = {"dense": Costs.of(network, found.input_size)}
     if len(chosen):
-        costs["pruned"] = Costs.of(merge_(prune_(clone(network), chosen)), found.input_size)
+        costs["pruned"] = Costs.of(merge_(place_(clone(network), chosen)), found.input_size)
     table = None
     if latency:
         network.to(find_device(device))
@@ -94,13 +96,13 @@ def bench(
     from hetdpt.measurement.costs import Costs
     from hetdpt.measurement.speed import measure_throughput
     from hetdpt.modules import clone, find_device
-    from hetdpt.surgery import merge_, prune_, survey_of
+    from hetdpt.surgery import merge_, place_, survey_of
 
     chosen = read_plan(plan)
     place = find_device(device)
     dense = open_model(model, weights=weights, num_classes=num_classes, img_size=img_size).to(place)
     size = survey_of(dense).input_size
-    models = {"dense": dense, "pruned": merge_(prune_(clone(dense), chosen))}
+    models = {"dense": dense, "pruned": merge_(place_(clone(dense), chosen))}
     costs = {name: Costs.of(network, size) for name, network in models.items()}
     with progress("timing", quiet or as_json) as move:
         result = measure_throughput(models, size, batch=batch, runs=runs, seconds=seconds, progress=move)
@@ -122,24 +124,42 @@ def apply(
     pretrained: Pretrained = False,
     num_classes: Classes = None,
     img_size: ImgSize = None,
+    data: Annotated[str | None, typer.Option(help="Images, without labels, to fit calibrated removal on.")] = None,
+    data_root: DataRoot = None,
+    images: Annotated[int, typer.Option(min=1, help="How many of them to use.")] = 256,
+    removal: Annotated[
+        str | None, typer.Option(help="What takes their place: calibrated where there are images, else plain.")
+    ] = None,
+    device: Device = None,
     fold_norms: Annotated[bool, typer.Option("--fold-norms", help="Fold LayerNorm into merged layers too.")] = False,
     overwrite: Overwrite = False,
     as_json: Json = False,
+    quiet: Quiet = False,
 ) -> None:
     """Remove the layers of a plan, merge what became linear, and save the smaller model."""
     from hetdpt.adapters.models import HF_PREFIX
+    from hetdpt.adapters.preprocessing import preprocessing_of
+    from hetdpt.calibration import calibrate_
+    from hetdpt.data.unlabelled import ImageBatches, open_images
     from hetdpt.export.saved import RECIPE, open_model, save
     from hetdpt.files import require_new
     from hetdpt.measurement.agreement import relative_difference
     from hetdpt.measurement.costs import Costs
-    from hetdpt.modules import clone
+    from hetdpt.modules import clone, find_device
     from hetdpt.surgery import merge_, prune_, survey_of
 
     require_new(out, overwrite, RECIPE)
-    chosen = read_plan(plan)
+    chosen = with_removal(read_plan(plan), removal, "calibrated" if data else "plain")
     dense = open_model(model, weights=weights, pretrained=pretrained, num_classes=num_classes, img_size=img_size)
     size = survey_of(dense).input_size
-    pruned = prune_(clone(dense), chosen)
+    if data and chosen.fitted:
+        dense.to(find_device(device))
+        batches = ImageBatches(open_images(data, root=data_root), preprocessing_of(dense), count=images)
+        with progress("calibrating", quiet or as_json) as move:
+            pruned = calibrate_(clone(dense), chosen, batches, progress=move).cpu()
+        dense.cpu()
+    else:
+        pruned = prune_(clone(dense), chosen)
     merged = merge_(clone(pruned), fold_norms)
     difference = relative_difference(pruned, merged, size)
     costs = {"dense": Costs.of(dense, size), "pruned": Costs.of(merged, size)}

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from hetdpt.errors import PlanError
 from hetdpt.plan import Plan
 from hetdpt.published import PREFIX, published_plan
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from hetdpt.data.sources import Source
+    from hetdpt.data.streams import Stream
+    from hetdpt.data.unlabelled import ImageBatches
 
 Model = Annotated[
     str, typer.Argument(help="A timm name, hf:NAME (hub name, directory or model type), or a saved directory.")
@@ -21,6 +30,13 @@ Weights = Annotated[Path | None, typer.Option(help="Checkpoint (.safetensors or 
 Pretrained = Annotated[bool, typer.Option("--pretrained", help="Download the library's own weights.")]
 Classes = Annotated[int | None, typer.Option("--num-classes", min=1, help="Number of classes of the head.")]
 ImgSize = Annotated[int | None, typer.Option("--img-size", min=1, help="Side of the images in pixels.")]
+Images = Annotated[
+    str, typer.Option("--data", help="A folder of images, or any data of hetdpt recover; labels are not looked at.")
+]
+DataRoot = Annotated[
+    Path | None, typer.Option(help="Where torch/, hfds/ and wds/ data is kept, and where a relative folder begins.")
+]
+Download = Annotated[bool, typer.Option("--download", help="Fetch torch/ data that is not there.")]
 Batch = Annotated[int | None, typer.Option(min=1, help="Images per batch: 256 on a GPU, 8 on a CPU by default.")]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1 or mps: the fastest there is by default.")]
 Runs = Annotated[int, typer.Option(min=1, help="Rounds in which each model runs once.")]
@@ -41,3 +57,35 @@ def read_plan(name: str) -> Plan:
     if not len(plan):
         raise PlanError(f"the plan {name} removes nothing; list block numbers under 'attention' or 'activation'")
     return plan
+
+
+def read_removal(text: str) -> str | tuple[str, str]:
+    """Return the removal written in ``text``: a name, or two styles with a comma between."""
+    styles = tuple(style.strip() for style in text.split(","))
+    return Plan(removal=(styles[0], styles[1]) if len(styles) == 2 else text).removal
+
+
+def with_removal(plan: Plan, removal: str | None, usual: str) -> Plan:
+    """Return ``plan`` with the removal asked for; where nobody says one, the plan neither, with the ``usual`` one."""
+    if removal is not None:
+        return replace(plan, removal=read_removal(removal))
+    return replace(plan, removal=usual) if plan.removal == "plain" else plan
+
+
+def read_images(
+    source: Source | Stream,
+    network: nn.Module,
+    counts: tuple[int, int],
+    options: dict[str, int],
+    tell: Callable[[str], None],
+) -> tuple[ImageBatches, ImageBatches]:
+    """Return the images to fit on and others to judge by; the same ones, and a line that says so, where too few."""
+    from hetdpt.adapters.preprocessing import preprocessing_of
+    from hetdpt.data.unlabelled import ImageBatches
+
+    prepared = preprocessing_of(network)
+    batches = ImageBatches(source, prepared, count=counts[0], **options)
+    if len(source) < sum(counts):
+        tell(f"{len(source)} images are too few for {counts[0]} and {counts[1]} others; damage is measured on the same")
+        return batches, batches
+    return batches, ImageBatches(source, prepared, count=counts[1], start=counts[0], **options)

@@ -50,6 +50,56 @@ def progress(title: str, is_quiet: bool) -> Iterator[Callable[[int, int], None] 
 
 
 @contextmanager
+def stages(is_quiet: bool) -> Iterator[tuple[Callable[[str, int, int], None] | None, Callable[[str], None]]]:
+    """Give a function that is told (stage, steps done, in all), and what prints a line meanwhile.
+
+    The first is a bar with the time left for each stage in a terminal, a line now and then elsewhere, None if quiet.
+    """
+    if is_quiet:
+        yield None, typer.echo
+        return
+    if not sys.stderr.isatty():
+        yield _stage_lines(), typer.echo
+        return
+    from rich.console import Console
+    from rich.progress import Progress as Bar
+
+    with Bar(console=Console(stderr=True), transient=True) as bar:
+        now = "starting"
+        task = bar.add_task(now, total=None)
+
+        def move(stage: str, done: int, total: int) -> None:
+            nonlocal now, task
+            if stage != now:
+                bar.remove_task(task)
+                now, task = stage, bar.add_task(stage, total=None)
+            bar.update(task, completed=done, total=total or None)
+
+        def say(line: str) -> None:
+            bar.stop()  # takes the bar away, so that the line does not begin behind it
+            typer.echo(line)
+            bar.start()
+
+        yield move, say
+
+
+def _stage_lines() -> Callable[[str, int, int], None]:
+    last = time.monotonic()
+    now, began, first = "", last, 0
+
+    def move(stage: str, done: int, total: int) -> None:
+        nonlocal last, now, began, first
+        if stage != now:
+            now, began, first = stage, time.monotonic(), done
+        if time.monotonic() - last >= EVERY and done > first:
+            last = time.monotonic()
+            left = timedelta(seconds=round((last - began) / (done - first) * max(total - done, 0)))
+            typer.echo(f"{stage} {done}/{total}, {left} left" if total else f"{stage} {done}", err=True)
+
+    return move
+
+
+@contextmanager
 def watching(is_quiet: bool) -> Iterator[tuple[Callable[[Progress], None] | None, Callable[[str], None]]]:
     """Give a watcher of a training, and what prints a line meanwhile.
 

@@ -9,7 +9,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hetdpt.cli.options import Classes, Device, ImgSize, Json, Model, Pretrained, Quiet, Weights, read_plan
+from hetdpt.cli.options import (
+    Classes,
+    DataRoot,
+    Device,
+    Download,
+    ImgSize,
+    Json,
+    Model,
+    Pretrained,
+    Quiet,
+    Weights,
+    read_plan,
+    with_removal,
+)
 from hetdpt.cli.show import is_first_process, print_, print_json, progress, table, watching
 from hetdpt.errors import TrainError
 
@@ -23,10 +36,6 @@ DataName = Annotated[
     str,
     typer.Option("--data", help="A folder with train/ and val/, torch/cifar100, hfds/NAME, wds/FOLDER, or demo."),
 ]
-DataRoot = Annotated[
-    Path | None, typer.Option(help="Where torch/, hfds/ and wds/ data is kept, and where a relative folder begins.")
-]
-Download = Annotated[bool, typer.Option("--download", help="Fetch torch/ data that is not there.")]
 Fraction = Annotated[float | None, typer.Option(help="Part of the images to use, 0 to 1.")]
 PerClass = Annotated[int | None, typer.Option(min=1, help="Images of each class to use.")]
 Workers = Annotated[
@@ -165,6 +174,13 @@ def recover(
     teacher: Annotated[str | None, typer.Option(help="The dense model; with --plan, the student unpruned.")] = None,
     teacher_weights: Annotated[Path | None, typer.Option(help="Checkpoint that fits the teacher.")] = None,
     plan: Annotated[str | None, typer.Option(help="Layers to remove: a JSON file or a plan of the paper.")] = None,
+    removal: Annotated[
+        str | None,
+        typer.Option(help="What takes their place: plain, calibrated, ...; by default as plan or recipe say."),
+    ] = None,
+    calibration_images: Annotated[
+        int | None, typer.Option(min=1, help="Training images to fit calibrated removal on: 256 by default.")
+    ] = None,
     weights: Weights = None,
     pretrained: Pretrained = False,
     num_classes: Classes = None,
@@ -200,8 +216,9 @@ def recover(
     from copy import deepcopy
 
     from hetdpt.export.saved import RECIPE, open_model
+    from hetdpt.pipeline import CALIBRATION
     from hetdpt.randomness import seeded
-    from hetdpt.surgery import prune_
+    from hetdpt.recipes import recipe as recipe_called
 
     given: dict[str, Any] = {"train_merged": True} if train_merged else {}
     given |= {"cache_teacher": True, "augmentation.fixed_views": True} if cache_teacher else {}
@@ -213,12 +230,16 @@ def recover(
     with seeded(config.training.seed):
         network = open_model(student, weights=weights, **({} if is_saved and teacher else sizes))
         dense = open_model(teacher, weights=teacher_weights, **sizes) if teacher else None
-    if plan is not None:
+    chosen = read_plan(plan) if plan is not None else None
+    if chosen is None and removal is not None:
+        raise TrainError("--removal says how the layers of a plan go; add --plan")
+    if chosen is not None:
         dense = dense or deepcopy(network)
-        prune_(network, read_plan(plan))
+        chosen = with_removal(chosen, removal, recipe_called(recipe).removal)
     if dense is None and config.distillation.kind != "none":
         raise TrainError("the student needs a teacher to learn from; give --teacher MODEL, or --distill none")
-    place = {"device": device, "workers": _workers(workers), "minutes": minutes, "tensorboard": tensorboard}
+    place: dict[str, Any] = {"plan": chosen, "calibration": calibration_images or CALIBRATION}
+    place |= {"device": device, "workers": _workers(workers), "minutes": minutes, "tensorboard": tensorboard}
     _run(out, network, dense, data, (data_root, download), config, place, as_json, quiet)
 
 

@@ -7,6 +7,7 @@ checkpoint.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -27,7 +28,7 @@ from hetdpt.files import new_directory, read_sealed_json, sha256, write_sealed_j
 from hetdpt.measurement.agreement import relative_difference
 from hetdpt.modules import clone
 from hetdpt.plan import Plan
-from hetdpt.surgery import gates_of, merge_blocks_, prune_, record_of
+from hetdpt.surgery import gates_of, merge_blocks_, place_, record_of
 
 RECIPE, WEIGHTS, CARD, TIMM_CONFIG = "hetdpt.json", "model.safetensors", "README.md", "config.json"
 FORMAT = 1
@@ -45,6 +46,7 @@ class Recipe:
     dtype: str
     preprocessing: Preprocessing | None = None
     """None where the model does not say what its images are to be."""
+    folded_constants: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, model: nn.Module, base: Base | None = None) -> Recipe:
@@ -54,7 +56,16 @@ class Recipe:
         wants = _preprocessing(model)
         if record is None:
             return cls(base, Plan(), (), (), input_size_of(model), dtype, wants)
-        return cls(base, record.plan, record.merged, record.folded_norms, record.survey.input_size, dtype, wants)
+        return cls(
+            base=base,
+            plan=record.plan,
+            merged=record.merged,
+            folded_norms=record.folded_norms,
+            input_size=record.survey.input_size,
+            dtype=dtype,
+            preprocessing=wants,
+            folded_constants=record.folded_constants,
+        )
 
     @classmethod
     def from_dict(cls, values: Any, name: str) -> Recipe:
@@ -67,6 +78,7 @@ class Recipe:
                 input_size=(int(values["input_size"][0]), int(values["input_size"][1]), int(values["input_size"][2])),
                 dtype=str(values["dtype"]),
                 preprocessing=Preprocessing.from_dict(wants) if (wants := values.get("preprocessing")) else None,
+                folded_constants=tuple(int(block) for block in values.get("folded_constants", ())),
             )
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise FileError(f"{name} is no recipe of hetdpt.save: {error!r} is wrong or missing") from None
@@ -75,17 +87,26 @@ class Recipe:
         """Return the pruned model; ``is_empty`` leaves its parameters without values."""
         model = build(self.base, is_empty=is_empty)
         if len(self.plan):
-            merge_blocks_(prune_(model, self.plan, self.input_size), self.merged, self.folded_norms)
+            place_(model, self.plan, self.input_size)
+            merge_blocks_(model, self.merged, self.folded_norms, self.folded_constants)
         if self.preprocessing is not None:
             vars(model)[PREPROCESSING] = self.preprocessing
         return model
 
 
-def save(model: nn.Module, directory: str | Path, *, base: Base | None = None, overwrite: bool = False) -> Path:
+def save(
+    model: nn.Module,
+    directory: str | Path,
+    *,
+    base: Base | None = None,
+    overwrite: bool = False,
+    notes: Mapping[str, str] | None = None,
+) -> Path:
     """Write ``model``, pruned or not, to ``directory`` and return its path; all of it appears at once.
 
     Before anything is written the model is built again from its own recipe and must compute the same; ``base`` says
-    how it was built where the model does not know (``hetdpt.Base("timm", name, {...})``).
+    how it was built where the model does not know (``hetdpt.Base("timm", name, {...})``). ``notes`` are further files,
+    by name, with the text in them; ``load`` does not read them.
     """
     target = Path(directory)
     if gates_of(model):
@@ -107,6 +128,9 @@ def save(model: nn.Module, directory: str | Path, *, base: Base | None = None, o
         (scratch / CARD).write_text(model_card(model, recipe.base, recipe.plan, recipe.input_size))
         if recipe.base.library == "timm":
             (scratch / TIMM_CONFIG).write_text(timm_config(model, values))
+        for name, text in (notes or {}).items():
+            assert not (scratch / name).exists(), f"{name} is a file of the saved model itself"
+            (scratch / name).write_text(text)
     return target
 
 

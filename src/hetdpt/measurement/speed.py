@@ -15,13 +15,12 @@ from torch import Tensor, nn
 
 from hetdpt.adapters.models import input_size_of
 from hetdpt.errors import MeasureError
-from hetdpt.modules import clone, evaluating, random_images
-from hetdpt.plan import Measurement, Plan, Site
-from hetdpt.surgery import InputSize, merge_, prune_, record_of, survey_of, why_not_removable
+from hetdpt.modules import evaluating, random_images
+from hetdpt.plan import Measurement, Site
+from hetdpt.surgery import InputSize, Removal, merge_, ready, removable, survey_of, without
 
 Progress = Callable[[int, int], None]
 """Called with (steps done, steps in all)."""
-Removal = str | tuple[str, str]
 MIN_ROUNDS = 5
 
 
@@ -119,7 +118,7 @@ def latency_table(
     """
     images = _images(model, input_size, batch)
     rounds = Rounds(runs, warmup)
-    known = _with_record(model, removal, input_size)
+    known = ready(model, removal, input_size)
     with evaluating(model):
         owners = _owners(known)
         inputs = _inputs_of(model, owners, images)
@@ -133,18 +132,11 @@ def latency_table(
     return LatencyTable(_measurement("latency", 1e3 * whole, "ms", images), savings, breakdown)
 
 
-def _with_record(model: nn.Module, removal: Removal, input_size: InputSize | None) -> nn.Module:
-    """Return a copy of ``model`` that knows its sites, so that they are looked for only once."""
-    record = record_of(model)
-    is_pruned = record is not None and len(record.plan) > 0
-    return prune_(clone(model), Plan(removal=record.plan.removal if record and is_pruned else removal), input_size)
-
-
 def _savings(
     model: nn.Module, owner: str, offered: list[Site], given: tuple[Any, Any], images: Tensor, rounds: Rounds
 ) -> list[Saving]:
     """Return what each site saves of its block, all variants of the block taking turns."""
-    blocks = {site.path: _without(model, site).get_submodule(owner) for site in offered}
+    blocks = {site.path: merge_(without(model, site)).get_submodule(owner) for site in offered}
     blocks["dense"] = model.get_submodule(owner)
     calls = {name: partial(block, *given[0], **given[1]) for name, block in blocks.items()}
     with evaluating(*blocks.values()):
@@ -155,21 +147,11 @@ def _savings(
 
 def _owners(model: nn.Module) -> dict[str, list[Site]]:
     """Return the sites that the model's removal style can remove, by the module that holds their residual branch."""
-    record = record_of(model)
-    assert record is not None
-    owners: dict[str, list[Site]] = {}
-    for handle in record.survey.handles:
-        is_left = not record.plan.removes(handle.site)
-        if is_left and why_not_removable(handle, record.plan) is None:
+    can_go, owners = removable(model), dict[str, list[Site]]()
+    for handle in survey_of(model).handles:
+        if handle.site in can_go:
             owners.setdefault(handle.owner, []).append(handle.site)
     return owners
-
-
-def _without(model: nn.Module, site: Site) -> nn.Module:
-    record = record_of(model)
-    assert record is not None
-    plan = Plan(**{site.kind: (site.block,)}, removal=record.plan.removal)  # type: ignore[arg-type]
-    return merge_(prune_(clone(model), plan))
 
 
 @torch.inference_mode()

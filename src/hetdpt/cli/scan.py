@@ -1,0 +1,177 @@
+"""The command scan: what each layer is worth, before anything is trained."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from hetdpt.cli.options import (
+    Batch,
+    Classes,
+    DataRoot,
+    Device,
+    Download,
+    Images,
+    ImgSize,
+    Json,
+    Model,
+    Overwrite,
+    Pretrained,
+    Quiet,
+    Weights,
+    read_images,
+)
+from hetdpt.cli.show import print_, stages, table
+
+if TYPE_CHECKING:
+    from hetdpt.insight import Row, ScanTable
+    from hetdpt.plan import Kind, Site
+
+SCAN = "scan.json"  # by which a directory of ours is known
+TIMED_BY_ITSELF = ("skip", "linear")  # and all of FFNs; a constant costs what a skip does
+
+
+def scan(
+    model: Model,
+    data: Images,
+    out: Annotated[Path | None, typer.Option(help="Directory for scan.json, scan.csv and scan.png.")] = None,
+    weights: Weights = None,
+    pretrained: Pretrained = False,
+    num_classes: Classes = None,
+    img_size: ImgSize = None,
+    data_root: DataRoot = None,
+    download: Download = False,
+    images: Annotated[int, typer.Option(min=1, help="Images to fit replacements on.")] = 256,
+    judge_images: Annotated[int, typer.Option(min=2, help="Other images, to compare answers on.")] = 128,
+    batch_size: Annotated[int, typer.Option(min=1, help="Images per forward pass.")] = 32,
+    batch: Batch = None,
+    no_latency: Annotated[bool, typer.Option("--no-latency", help="Measure no milliseconds.")] = False,
+    seed: Annotated[int, typer.Option(min=0, help="Which images.")] = 0,
+    device: Device = None,
+    workers: Annotated[int, typer.Option(min=0, help="Processes that read images.")] = 0,
+    overwrite: Overwrite = False,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Show what each layer is worth: the damage of each way to remove it, and what it saves; no labels, no training."""
+    from hetdpt.adapters.models import HF_PREFIX
+    from hetdpt.data.unlabelled import open_images
+    from hetdpt.export.saved import open_model
+    from hetdpt.files import require_new
+    from hetdpt.insight import scan as scan_
+    from hetdpt.modules import find_device
+    from hetdpt.randomness import seeded
+
+    if out is not None:
+        require_new(out, overwrite, SCAN)
+    source = open_images(data, root=data_root, download=download)
+    with seeded(seed):
+        network = open_model(model, weights=weights, pretrained=pretrained, num_classes=num_classes, img_size=img_size)
+    network.to(find_device(device))
+    with stages(quiet or as_json) as (move, say):
+        options = {"batch_size": batch_size, "seed": seed, "workers": workers}
+        tell = _silent if as_json else say
+        batches, judge = read_images(source, network, (images, judge_images), options, tell)
+        found = scan_(network, batches, judge=judge, batch=batch, latency=not no_latency, progress=move)
+    if out is not None:
+        _write(found, out, overwrite)
+    if as_json:
+        return typer.echo(found.to_json())
+    _print(found)
+    if not (weights or pretrained or Path(model.removeprefix(HF_PREFIX)).is_dir()):
+        typer.echo("note: the weights are random; give --weights FILE or --pretrained for a model that sees anything")
+    if out is not None:
+        typer.echo(f"written to {out}: scan.json, scan.csv, scan.png")
+
+
+def _silent(_: str) -> None:
+    pass
+
+
+def _write(found: ScanTable, out: Path, overwrite: bool) -> None:
+    from hetdpt.files import new_directory
+    from hetdpt.report.scan import draw, write_csv
+
+    with new_directory(out, SCAN, overwrite) as scratch:
+        (scratch / SCAN).write_text(found.to_json() + "\n")
+        write_csv(found, scratch / "scan.csv")
+        draw(found, scratch / "scan.png")
+
+
+def _print(found: ScanTable) -> None:
+    kinds: tuple[Kind, ...] = ("attention", "activation")
+    for kind in kinds:
+        if chosen := [site for site in found.sites if site.kind == kind]:
+            _print_kind(found, kind, chosen)
+    measure = "KL to the dense answers, in nats" if found.is_classifier else "part of the features that is lost"
+    others = "others" if found.is_apart else "of them"
+    typer.echo(
+        f"fitted on {found.fitted_on} images, compared on {found.judged_on} {others}. "
+        f"Damage is the {measure};\nan answer that ignores the image does {found.uninformed:.3g}. * does the least; "
+        f"(in brackets) more than {found.limit:.3g}: no replacement.\nTE is transfer entropy in nats."
+    )
+    if found.latency:
+        typer.echo(f"dense: {found.latency}")
+    for site in found.irreplaceable:
+        best = found.best(site)
+        typer.echo(f"nothing can replace {site.kind} {site.block}: the best, {best.style}, does {_short(best.damage)}")
+
+
+def _print_kind(found: ScanTable, kind: Kind, sites: list[Site]) -> None:
+    rows = [row for row in found.rows if row.site.kind == kind]
+    styles = [*dict.fromkeys(row.style for row in rows)]
+    fitted = {row.style for row in rows if row.r2 is not None}
+    priced = [style for style in styles if kind == "activation" or style in TIMED_BY_ITSELF] or styles
+    columns = ["block", f"TE\n{styles[0]}"]
+    for style in styles:
+        columns += [style, "R²"] if style in fitted else [style]
+    for style in priced:
+        columns += [f"MACs\n{style}", f"ms\n{style}"] if found.latency else [f"MACs\n{style}"]
+    lines = table(f"{kind}: damage of each way to remove it; MACs and ms that it saves", *columns)
+    lines.show_edge = False  # so that it fits in 120 columns
+    for site in sites:
+        of = {row.style: row for row in found.of(site)}
+        cells = [str(site.block), _entropy(of, styles)]
+        for style in styles:
+            row = of.get(style)
+            cells += [_damage(found, row), _r2(row)] if style in fitted else [_damage(found, row)]
+        for style in priced:
+            cells += _savings(found, of.get(style))
+        lines.add_row(*cells)
+    print_(lines)
+
+
+def _entropy(of: dict[str, Row], styles: list[str]) -> str:
+    return _short(of[styles[0]].te) if styles[0] in of else "-"
+
+
+def _damage(found: ScanTable, row: Row | None) -> str:
+    if row is None:
+        return "-"
+    text = _short(row.damage) if row.is_replaceable else f"({_short(row.damage)})"
+    return f"*{text}" if row == found.best(row.site) else text
+
+
+def _short(value: float) -> str:
+    """Return a number in five characters or so.
+
+    >>> [_short(value) for value in (0.0, 2.34e-5, 0.0123, 6.312, 123.4)]
+    ['0', '2e-05', '0.012', '6.31', '123']
+    """
+    if value < 1e-3:
+        return f"{value:.0e}" if value else "0"
+    return f"{value:.3f}" if value < 1 else f"{value:.3g}"
+
+
+def _r2(row: Row | None) -> str:
+    return "-" if row is None or row.r2 is None else f"{row.r2:.2f}"
+
+
+def _savings(found: ScanTable, row: Row | None) -> list[str]:
+    """Return the cells of one style: the part of the dense MACs in percent and, where it was timed, milliseconds."""
+    if row is None:
+        return ["-", "-"] if found.latency else ["-"]
+    part = f"{100 * row.macs_saved / found.dense.macs:.1f}%"
+    return [part, f"{row.ms_saved.value:.2f}" if row.ms_saved else "-"] if found.latency else [part]

@@ -1,0 +1,164 @@
+"""Layers chosen one after another, each the one whose removal does the least damage for what it gains; no labels.
+
+The damage is measured after the replacements are fitted (SPEC section 6), between the answers of the model as given
+and those of the model without the layers. What a layer gains is given: 1, or the milliseconds that it costs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import ceil, isfinite
+from operator import length_hint
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hetdpt.calibration import variants_of
+from hetdpt.errors import ModelError, PlanError
+from hetdpt.measurement.agreement import Damage
+from hetdpt.modules import checked, clone, memory_advice, require_more_than_once, require_takes
+from hetdpt.plan import Site
+from hetdpt.surgery import Removal, ready, removable
+from hetdpt.variants import MEMORY, Probe, Scan
+
+Progress = Callable[[int, int], None]
+"""Called with (steps done, steps in all)."""
+PURPOSE = "choosing layers"
+PARTS = 100  # of a step, as progress counts them
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One layer that goes."""
+
+    site: Site
+    damage: float
+    """Of the model without it and all that were chosen before it."""
+    gain: float
+
+    @classmethod
+    def from_dict(cls, values: Any) -> Choice:
+        """Return the choice that ``asdict`` made ``values`` of."""
+        return cls(Site(**values["site"]), values["damage"], values["gain"])
+
+
+def choose(
+    model: nn.Module,
+    batches: Iterable[Tensor],
+    gains: Mapping[Site, float],
+    target: float,
+    *,
+    judge: Iterable[Tensor] | None = None,
+    removal: Removal = "calibrated",
+    chosen: Sequence[Choice] = (),
+    memory: int = MEMORY,
+    progress: Progress | None = None,
+) -> Iterator[Choice]:
+    """Yield layers to remove, one after another, until together they gain ``target``.
+
+    Every step takes the site s of ``gains`` with the least (damage(S + s) - damage(S)) / gain(s), S being what went
+    before; on a tie the one that runs first. Sites that gain nothing are never taken. ``removal`` says what a removed
+    layer leaves; what is fitted is fitted anew in every step, on ``batches`` and on the model without S. The damage is
+    ``Damage``, relative to ``model`` as given, on the images of ``judge``, which default to ``batches``. Both are gone
+    through in every step and should give the same images each time.
+
+    ``chosen`` are choices of an earlier call, to go on from. ``memory`` is that of ``variants.Scan``. ``progress`` is
+    called with (hundredths of steps done, in all), an estimate where gains differ.
+
+    >>> import hetdpt, timm
+    >>> model = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=2, num_classes=10).eval()
+    >>> _ = nn.init.zeros_(model.blocks[1].attn.proj.weight)
+    >>> gains = dict.fromkeys(hetdpt.sites(model), 1.0)
+    >>> [choice] = choose(model, [torch.randn(8, 3, 32, 32)], gains, target=1)
+    >>> choice.site.path, round(choice.damage, 6)
+    ('blocks.1.attn', 0.0)
+    """
+    judge = batches if judge is None else judge
+    for images in (batches, judge):
+        require_more_than_once(images, "once for each layer")
+    current = _ready(model, removal, batches)
+    left = removable(current, [site for site, gain in gains.items() if gain > 0])
+    reached = sum(choice.gain for choice in chosen)
+    if reached >= target:
+        return
+    for choice in chosen:
+        left.remove(choice.site)
+        current = variants_of(current, [choice.site], batches)[choice.site]
+    _require_reachable(reached + sum(gains[site] for site in left), target, len(left))
+    damage = chosen[-1].damage if chosen else 0.0
+    court = _Court(model, judge, memory)
+    step = len(chosen)
+    while left and reached < target:
+        steps = step + ceil((target - reached) * len(left) / sum(gains[site] for site in left))
+        tell = _part_of(progress, step, steps)
+        variants = variants_of(current, left, batches)
+        damages = court.damages(current, variants, tell, length_hint(batches))
+        best = min(left, key=lambda site: (damages[site] - damage) / gains[site])
+        _require_finite(damages[best], step)
+        current, damage, reached, step = variants[best], damages[best], reached + gains[best], step + 1
+        left.remove(best)
+        yield Choice(best, damage, gains[best])
+
+
+class _Court:
+    """The answers of the dense model to some images, with which those of others are compared."""
+
+    @torch.no_grad()
+    def __init__(self, model: nn.Module, images: Iterable[Tensor], memory: int) -> None:
+        self.model, self.images, self.memory = model, images, memory
+        dense = clone(model).eval()
+        self.answers = [Probe()(dense, batch).cpu() for batch in checked(images, model, PURPOSE)]
+        if not all(answers.isfinite().all() for answers in self.answers):
+            raise ModelError("the model answers with values that are not finite; check its weights, or use float32")
+
+    def damages(
+        self, current: nn.Module, variants: Mapping[Site, nn.Module], tell: Callable[[float], None], fits: int
+    ) -> dict[Site, float]:
+        """Return the damage of each variant of ``current``; ``tell`` is told which part of the step is done.
+
+        ``fits`` are forward passes of the step that have been made before.
+        """
+        found = {site: Damage.to(self.model) for site in variants}
+        done, in_all = fits, fits + len(self.answers) * (1 + len(variants))
+        scan: Scan[Site] | None = None
+        for dense, images in zip(self.answers, checked(self.images, self.model, PURPOSE), strict=True):
+            with memory_advice(f"{len(images)} images at once do not fit in memory; give smaller batches or memory=0"):
+                scan = scan or Scan(current, variants, Probe(), images, self.memory)
+                for site, answers in scan.answers(images):
+                    if site is not None:
+                        found[site].add(dense, answers)
+                    done += 1
+                    tell(done / in_all)
+        return {site: damage.value for site, damage in found.items()}
+
+
+def _ready(model: nn.Module, removal: Removal, batches: Iterable[Tensor]) -> nn.Module:
+    images = next(checked(batches, model, PURPOSE))
+    require_takes(clone(model).eval(), images)
+    channels, height, width = images.shape[1:]
+    return ready(model, removal, (channels, height, width))
+
+
+def _part_of(progress: Progress | None, step: int, steps: int) -> Callable[[float], None]:
+    def tell(part: float) -> None:
+        if progress:
+            progress(round(PARTS * (step + part)), PARTS * steps)
+
+    return tell
+
+
+def _require_reachable(whole: float, target: float, left: int) -> None:
+    if whole < target:
+        raise PlanError(
+            f"{target:g} is to be gained, but with all {left} layers that may go it is {whole:g}; ask for less"
+        )
+
+
+def _require_finite(damage: float, step: int) -> None:
+    if not isfinite(damage):
+        raise PlanError(
+            f"after {step} layers, whichever goes next leaves a model whose answers are not finite; "
+            "ask for less, or use float32"
+        )

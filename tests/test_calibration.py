@@ -1,0 +1,417 @@
+"""Calibrated removal: planted truths, relations between styles, and every family."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import FAMILIES, Family, by_label, named
+from torch import Tensor, nn
+
+import hetdpt
+from hetdpt.calibration import calibrate_, fit_sites, replaced
+from hetdpt.errors import DataError, ModelError, PlanError
+from hetdpt.fold import Means, Moments, fit_linear, fit_mean
+from hetdpt.gates import Constant, Mapped
+from hetdpt.measurement.agreement import outputs_of
+from hetdpt.plan import Plan
+from hetdpt.surgery import place_, ready, record_of
+
+ROUNDING = 2e-5  # of the largest output, as in the contract suite
+
+
+@torch.no_grad()
+def run(model: nn.Module, images: Tensor) -> Tensor:
+    return torch.cat([output.flatten() for output in outputs_of(model, images)])
+
+
+def distance(one: Tensor, other: Tensor) -> float:
+    return ((one - other).abs().max() / other.abs().max()).item()
+
+
+def error(one: Tensor, other: Tensor) -> float:
+    return ((one - other).norm() / other.norm()).item()
+
+
+def batches_of(family: Family, count: int = 2, size: int = 8) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    return [torch.randn(size, *family.size, generator=generator) for _ in range(count)]
+
+
+def planted(vit: Family) -> nn.Module:
+    """Return a ViT whose FFN 1 is linear and whose attention 2 always gives the same vector."""
+    model = vit.build()
+    model.blocks[1].mlp.act = nn.LeakyReLU(1.0)  # type: ignore[union-attr,index] # a slope of 1 on both sides
+    nn.init.zeros_(model.blocks[2].attn.proj.weight)  # type: ignore[union-attr,index,arg-type]
+    return model
+
+
+class TestLeastSquares:
+    def test_streaming_is_batch(self) -> None:
+        generator = torch.Generator().manual_seed(0)
+        x = 3 + torch.randn(999, 12, generator=generator, dtype=torch.float64)
+        y = torch.randn(999, 7, generator=generator, dtype=torch.float64) + x[:, :7]
+        weight = torch.rand(999, generator=generator, dtype=torch.float64)
+        whole, parts = Moments(12, 7), Moments(12, 7)
+        whole.add(x, y, weight)
+        for start, stop in ((0, 1), (1, 400), (400, 401), (401, 999)):
+            parts.add(x[start:stop], y[start:stop], weight[start:stop])
+        one, other = fit_linear([whole]), fit_linear([parts])
+        torch.testing.assert_close(one.weight, other.weight, rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(one.bias, other.bias, rtol=1e-10, atol=1e-10)
+        assert abs(one.r2 - other.r2) < 1e-10
+
+    def test_is_the_solution_that_torch_finds(self) -> None:
+        generator = torch.Generator().manual_seed(0)
+        x, y = torch.randn(200, 5, generator=generator).double(), torch.randn(200, 3, generator=generator).double()
+        weight = torch.rand(200, generator=generator).double()
+        moments = Moments(5, 3)
+        moments.add(x, y, weight)
+        fit = fit_linear([moments])
+        design = torch.cat([x, torch.ones(200, 1)], 1) * weight.sqrt()[:, None]
+        truth = torch.linalg.lstsq(design, y * weight.sqrt()[:, None]).solution
+        torch.testing.assert_close(fit.weight, truth[:5].T, rtol=1e-8, atol=1e-8)
+        torch.testing.assert_close(fit.bias, truth[5], rtol=1e-8, atol=1e-8)
+
+    def test_the_ridge_is_the_one_that_is_best_on_what_was_held_out(self) -> None:
+        """With fewer samples than inputs, noise alone is fitted unless the ridge is large; a clean map needs none."""
+        generator = torch.Generator().manual_seed(0)
+        ridges = {}
+        for noise in (0.0, 10.0):
+            folds = []
+            matrix = torch.randn(30, 4, generator=generator).double()
+            for _ in range(4):
+                fold = Moments(30, 4)
+                x = torch.randn(10, 30, generator=generator).double()
+                fold.add(x, x @ matrix + noise * torch.randn(10, 4, generator=generator), torch.ones(10))
+                folds.append(fold)
+            ridges[noise] = fit_linear(folds).ridge
+        assert ridges[0.0] < 1e-6 < 0.1 < ridges[10.0]
+
+    def test_r2_is_honest(self) -> None:
+        """Random outputs are not predicted, though 40 inputs fit 60 samples of them rather well."""
+        generator = torch.Generator().manual_seed(0)
+        folds = [Moments(40, 2) for _ in range(4)]
+        for fold in folds:
+            fold.add(torch.randn(15, 40, generator=generator), torch.randn(15, 2, generator=generator), torch.ones(15))
+        assert fit_linear(folds).r2 < 0.1
+
+    def test_nothing_to_explain_is_explained(self) -> None:
+        moments, means = Moments(3, 2), Means()
+        moments.add(torch.randn(9, 3), torch.zeros(9, 2), torch.ones(9))
+        means.add(torch.zeros(9, 1, 2), torch.ones(9, 1))
+        assert fit_linear([moments]).r2 == fit_mean([means]).r2 == 1
+
+    def test_means_by_place(self) -> None:
+        y, weight = torch.randn(10, 4, 3).double(), torch.rand(10, 4).double()
+        folds = [Means(), Means()]
+        folds[0].add(y[:3], weight[:3])
+        folds[1].add(y[3:], weight[3:])
+        mean = (y * weight[..., None]).sum(0) / weight.sum(0)[:, None]
+        torch.testing.assert_close(fit_mean(folds).value, mean)
+
+
+class TestPlanted:
+    def test_a_linear_ffn_is_recovered(self, vit: Family) -> None:
+        model, dense = planted(vit), planted(vit)
+        calibrate_(model, Plan(activation=(1,), removal="calibrated"), batches_of(vit))
+        assert distance(run(model, vit.images()), run(dense, vit.images())) < ROUNDING
+        assert record_of(model).plan.fits[0].r2 > 1 - 1e-8  # type: ignore[union-attr]
+
+    @pytest.mark.parametrize("style", ["constant", "position", "linear"])
+    def test_a_constant_attention_is_recovered(self, vit: Family, style: str) -> None:
+        model, dense = planted(vit), planted(vit)
+        calibrate_(model, Plan(attention=(2,), removal=(style, "identity")), batches_of(vit))
+        assert distance(run(model, vit.images()), run(dense, vit.images())) < ROUNDING
+        assert record_of(model).plan.fits[0].r2 > 1 - 1e-8  # type: ignore[union-attr]
+
+    def test_an_attention_that_only_knows_the_place_is_recovered(self, vit: Family) -> None:
+        """Where all images are the same, all a token's attention can depend on is its place."""
+        model, dense = vit.build(), vit.build()
+        images = vit.images(1).expand(8, -1, -1, -1)
+        calibrate_(model, Plan(attention=(1,), removal=("position", "identity")), [images])
+        assert distance(run(model, images), run(dense, images)) < ROUNDING
+
+    def test_of_layers_that_are_neither_nothing_is_claimed(self, vit: Family) -> None:
+        model = vit.build()
+        calibrate_(model, Plan(attention=(1,), activation=(0, 2), removal="calibrated"), batches_of(vit))
+        assert all(fit.r2 < 1 - 1e-4 for fit in record_of(model).plan.fits)  # type: ignore[union-attr]
+
+    def test_massive_tokens_do_not_decide(self, vit: Family) -> None:
+        """One token a thousand times as large as the others would else take the fit for itself."""
+        x = torch.randn(400, 6, generator=torch.Generator().manual_seed(0)).double()
+        y = x.clone()
+        y[0] = 1000 * torch.ones(6)
+        weights = {"robust": 1 / y.norm(dim=1), "equal": torch.ones(400)}
+        errors = {}
+        for name, weight in weights.items():
+            moments = Moments(6, 6)
+            moments.add(x, y, weight)
+            fit = fit_linear([moments])
+            errors[name] = (x[1:] @ fit.weight.T + fit.bias - y[1:]).norm().item()
+        assert errors["robust"] < 0.3 * errors["equal"]
+
+
+class TestStyles:
+    def test_each_is_closer_than_the_one_before(self, vit: Family) -> None:
+        """skip, then a vector, then one for each token: each can be what the one before is."""
+        images = torch.cat(batches_of(vit, count=8))
+        dense = vit.build()
+        target = {}
+
+        def keep(_: nn.Module, __: Any, output: Tensor) -> None:
+            target["y"] = output
+
+        hook = dense.blocks[1].attn.register_forward_hook(keep)  # type: ignore[union-attr,index]
+        run(dense, images)
+        hook.remove()
+        base = ready(dense, "plain", vit.size)
+        site = next(site for site in hetdpt.sites(dense, vit.size) if (site.kind, site.block) == ("attention", 1))
+        found = fit_sites(base, {site: ("constant", "position", "linear")}, [images])
+        r2 = {style: found[site, style].fit.r2 for style in ("constant", "position", "linear")}
+        assert 0 < r2["constant"] < 1
+        assert r2["constant"] <= r2["position"] + 0.05
+        assert r2["linear"] >= r2["constant"] - 0.05
+        value = found[site, "constant"].values
+        assert isinstance(value, Tensor)
+        robust = 1 / target["y"].norm(dim=-1, keepdim=True)
+        mean = (robust * target["y"]).sum((0, 1)) / robust.sum()
+        torch.testing.assert_close(value[0].float(), mean, rtol=1e-3, atol=1e-4)  # but for the floor of small tokens
+
+    def test_the_plan_without_a_fitted_removal_is_taken_as_calibrated(self, vit: Family) -> None:
+        plan = Plan(attention=(1,), activation=(0,))
+        one = calibrate_(vit.build(), plan, batches_of(vit))
+        other = calibrate_(vit.build(), Plan((1,), (0,), removal="calibrated"), batches_of(vit))
+        assert torch.equal(run(one, vit.images()), run(other, vit.images()))
+        assert isinstance(one.get_submodule("blocks.1.attn"), Constant)
+
+    def test_only_what_is_asked_for_is_fitted(self, vit: Family) -> None:
+        model = calibrate_(vit.build(), Plan((1,), (0,), removal=("skip", "calibrated")), batches_of(vit))
+        plan = record_of(model).plan  # type: ignore[union-attr]
+        assert [(fit.kind, fit.block, fit.style) for fit in plan.fits] == [("activation", 0, "calibrated")]
+        other = hetdpt.prune_(vit.build(), Plan(attention=(1,)))
+        calibrated = calibrate_(vit.build(), Plan((1,), removal=("skip", "calibrated")), batches_of(vit))
+        assert torch.equal(run(calibrated, vit.images()), run(other, vit.images()))
+
+    def test_the_gated_ffn_becomes_a_map(self) -> None:
+        family = named("eva02_tiny_patch14_224")
+        model = family.build()
+        dense, dropped = run(model, family.images()), family.build()
+        calibrate_(model, Plan(activation=(1,)), batches_of(family))
+        hetdpt.prune_(dropped, Plan(activation=(1,), removal=("skip", "drop")))
+        assert isinstance(model.get_submodule("blocks.1.mlp"), Mapped)
+        assert error(run(model, family.images()), dense) < error(run(dropped, family.images()), dense)
+
+    def test_position_refuses_other_sizes(self, vit: Family) -> None:
+        model = calibrate_(vit.build(), Plan((1,), removal=("position", "identity")), batches_of(vit))
+        model.patch_embed.strict_img_size = False  # type: ignore[union-attr]
+        with pytest.raises(ModelError, match=r"values for tokens of shape \(17, 48\), but came \(18, 48\)"):
+            model.get_submodule("blocks.1.attn")(torch.zeros(1, 18, 48))
+
+
+class TestOrder:
+    def test_each_is_fitted_on_what_it_gets_in_the_pruned_model(self, vit: Family) -> None:
+        batches = batches_of(vit)
+        together = calibrate_(vit.build(), Plan((0,), (2,), removal="calibrated"), batches)
+        first = calibrate_(vit.build(), Plan((0,), removal="calibrated"), batches)
+        then = calibrate_(first, Plan((0,), (2,), removal="calibrated"), batches)
+        assert torch.equal(run(together, vit.images()), run(then, vit.images()))
+        assert record_of(together).plan.fits == record_of(then).plan.fits  # type: ignore[union-attr]
+        alone = ready(vit.build(), "calibrated", vit.size)
+        site = next(site for site in hetdpt.sites(alone) if (site.kind, site.block) == ("activation", 2))
+        dense = fit_sites(alone, {site: ("calibrated",)}, batches)[site, "calibrated"]
+        last = together.blocks[2].mlp.fc1.weight  # type: ignore[union-attr,index]
+        assert (last - dense.values[0].float()).abs().max() > 1e-3  # type: ignore[operator]
+
+    def test_an_iterator_is_read_once(self, vit: Family) -> None:
+        batches = batches_of(vit)
+        model = calibrate_(vit.build(), Plan((0,), (2,)), iter(batches))
+        base = ready(vit.build(), "calibrated", vit.size)
+        for site in hetdpt.sites(base):
+            if (site.kind, site.block) in (("attention", 0), ("activation", 2)):
+                style = "constant" if site.kind == "attention" else "calibrated"
+                base = replaced(
+                    base, fit_sites(ready(vit.build(), "calibrated", vit.size), {site: (style,)}, batches)[site, style]
+                )
+        torch.testing.assert_close(run(model, vit.images()), run(base, vit.images()))
+
+    def test_sizes_of_batches_make_no_difference(self, vit: Family) -> None:
+        images = torch.cat(batches_of(vit))
+        plan = Plan((0,), (2,), removal="calibrated")
+        one = calibrate_(vit.build(), plan, [images])
+        other = calibrate_(vit.build(), plan, [images[:3], images[3:4], images[4:]])
+        torch.testing.assert_close(run(one, vit.images()), run(other, vit.images()))
+
+    def test_absorbing_brings_the_stream_closer(self, vit: Family) -> None:
+        """Two layers in a row: the second is told what the first got wrong."""
+        images = torch.cat(batches_of(vit, count=8))
+        dense = run(vit.build(), images)
+        plan = Plan(activation=(0, 1, 2), removal="calibrated")
+        errors = [
+            error(run(calibrate_(vit.build(), plan, [images], absorb=absorb), images), dense)
+            for absorb in (False, True)
+        ]
+        assert errors[1] < errors[0]
+
+    def test_a_second_sweep_weights_by_what_the_first_left(self, vit: Family) -> None:
+        batches = batches_of(vit)
+        plan = Plan(activation=(1,), removal="calibrated")
+        one, two = (calibrate_(vit.build(), plan, batches, sweeps=sweeps) for sweeps in (1, 2))
+        assert 0 < distance(run(one, vit.images()), run(two, vit.images())) < 1
+        exact = calibrate_(planted(vit), plan, batches, sweeps=2)
+        assert distance(run(exact, vit.images()), run(planted(vit), vit.images())) < ROUNDING
+
+    def test_what_is_going_on_is_told(self, vit: Family) -> None:
+        seen: list[tuple[int, int]] = []
+        calibrate_(vit.build(), Plan((0,), (2,)), batches_of(vit, 3), sweeps=2, progress=lambda *now: seen.append(now))
+        assert seen == [(step, 12) for step in range(1, 13)]
+
+    def test_the_model_is_as_it_was_where_images_do_not_fit(self, vit: Family) -> None:
+        model = vit.build().train()
+        before = deepcopy(model)
+        with pytest.raises((DataError, ModelError)):
+            calibrate_(model, Plan((0,), (2,)), [torch.randn(2, 3, 40, 40)])
+        assert str(model) == str(before)
+        assert record_of(model) is None
+        assert model.training
+
+
+class TestMerging:
+    def test_a_constant_goes_into_the_bias_before_it(self, vit: Family) -> None:
+        model = calibrate_(vit.build(), Plan((0, 2), (1,), removal="calibrated"), batches_of(vit))
+        pruned = run(model, vit.images())
+        count = hetdpt.count_params(model)
+        hetdpt.merge_(model)
+        assert record_of(model).folded_constants == (0, 2)  # type: ignore[union-attr]
+        assert hetdpt.count_params(model) == count - 2 * 48
+        assert distance(run(model, vit.images()), pruned) < ROUNDING
+        assert not any(isinstance(module, Constant) for module in model.modules())
+        merged = run(model, vit.images())
+        assert torch.equal(run(hetdpt.merge_(model), vit.images()), merged)
+
+    def test_a_vector_for_each_token_goes_into_the_positions_alone(self, vit: Family) -> None:
+        model = calibrate_(vit.build(), Plan((0, 2), removal=("position", "identity")), batches_of(vit))
+        pruned = run(model, vit.images())
+        hetdpt.merge_(model)
+        assert record_of(model).folded_constants == (0,)  # type: ignore[union-attr]
+        assert distance(run(model, vit.images()), pruned) < ROUNDING
+
+    def test_norms_fold_into_fitted_maps(self, vit: Family) -> None:
+        model = calibrate_(vit.build(), Plan(activation=(1,), removal="calibrated"), batches_of(vit))
+        pruned, count = run(model, vit.images()), hetdpt.count_params(model)
+        hetdpt.merge_(model, fold_norms=True)
+        assert hetdpt.count_params(model) == count - 2 * 48
+        assert distance(run(model, vit.images()), pruned) < ROUNDING
+
+    def test_pruning_on_after_merging(self, vit: Family) -> None:
+        model = hetdpt.merge_(calibrate_(vit.build(), Plan((1,), (0,)), batches_of(vit)))
+        more = calibrate_(model, Plan((1, 2), (0, 1), removal="calibrated"), batches_of(vit))
+        assert len(hetdpt.sites(more)) == 2
+        plan = record_of(more).plan  # type: ignore[union-attr]
+        assert len(plan.fits) == len(plan) == 4
+        pruned = run(more, vit.images())
+        assert distance(run(hetdpt.merge_(more), vit.images()), pruned) < ROUNDING
+
+
+class TestRefusals:
+    def test_gates(self, model: nn.Module) -> None:
+        with pytest.raises(PlanError, match="a gate has no images to fit removal 'calibrated' on"):
+            hetdpt.gate_(model, Plan(removal="calibrated"))
+
+    def test_no_images(self, model: nn.Module) -> None:
+        with pytest.raises(DataError, match="calibration needs images, but the batches are empty"):
+            calibrate_(model, Plan((0,)), [])
+
+    def test_not_images(self, model: nn.Module) -> None:
+        with pytest.raises(DataError, match="batches are float tensors of images .* one is a str"):
+            calibrate_(model, Plan((0,)), ["a.jpg"])  # type: ignore[list-item]
+
+    @pytest.mark.parametrize("options", [{"absorb": True}, {"sweeps": 2}])
+    def test_an_iterator_for_more_than_one_pass(self, vit: Family, model: nn.Module, options: Any) -> None:
+        with pytest.raises(DataError, match="absorb and sweeps go over the images more than once"):
+            calibrate_(model, Plan((0,)), iter(batches_of(vit)), **options)
+
+    def test_another_removal_than_before(self, vit: Family, model: nn.Module) -> None:
+        hetdpt.prune_(model, Plan((0,)))
+        with pytest.raises(PlanError, match="was pruned with removal 'plain' and the plan says 'calibrated'"):
+            calibrate_(model, Plan((0, 1), removal="calibrated"), batches_of(vit))
+
+    def test_values_that_are_not_finite(self, vit: Family, model: nn.Module) -> None:
+        nn.init.constant_(model.blocks[0].mlp.fc2.weight, float("nan"))  # type: ignore[union-attr,index,arg-type]
+        with pytest.raises(ModelError, match=r"blocks.0.mlp.fc2 gives values that are not finite"):
+            calibrate_(model, Plan(activation=(0,)), batches_of(vit))
+
+
+@pytest.fixture(params=FAMILIES, ids=by_label)
+def family(request: pytest.FixtureRequest) -> Family:
+    return request.param
+
+
+def test_every_family_is_closer_than_plain_and_merges(family: Family) -> None:
+    """On the images it was fitted on, calibrated is closer to dense than plain; merged is the same."""
+    model = family.build()
+    plain = family.plan(hetdpt.sites(model, family.size))
+    batches = batches_of(family)
+    dense = run(model, batches[0])
+    left_out = run(hetdpt.prune_(family.build(), plain, family.size), batches[0])
+    calibrate_(model, Plan(plain.attention, plain.activation), iter(batches))
+    calibrated = run(model, batches[0])
+    assert error(calibrated, dense) < error(left_out, dense)
+    assert distance(run(hetdpt.merge_(model), batches[0]), calibrated) < ROUNDING
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("style", ["constant", "position", "linear"])
+def test_every_family_and_style_is_saved_and_loaded(family: Family, style: str, tmp_path: Path) -> None:
+    model = family.build()
+    plan = family.plan(hetdpt.sites(model, family.size))
+    batches = batches_of(family)
+    calibrate_(model, Plan(plan.attention, plan.activation, removal=(style, "calibrated")), batches, absorb=True)
+    calibrated = run(model, batches[0])
+    assert calibrated.isfinite().all()
+    fits = record_of(model).plan.fits  # type: ignore[union-attr]
+    assert [fit.style for fit in fits if fit.kind == "attention"] == [style] * len(plan.attention)
+    merged = run(hetdpt.merge_(model), batches[0])
+    assert distance(merged, calibrated) < ROUNDING
+    loaded = hetdpt.load(hetdpt.save(model, tmp_path / "saved"))
+    assert torch.equal(run(loaded, batches[0]), merged)
+    assert record_of(loaded).plan.fits == fits  # type: ignore[union-attr]
+
+
+def test_places_without_values_are_plain(vit: Family) -> None:
+    """Until it is filled, a constant adds nothing and a map in place of an FFN is what ``identity`` leaves."""
+    placed = place_(vit.build(), Plan((1,), (0,), removal="calibrated"))
+    plain = hetdpt.merge_(hetdpt.prune_(vit.build(), Plan((1,), (0,))))
+    torch.testing.assert_close(run(placed, vit.images()), run(plain, vit.images()), rtol=1e-5, atol=1e-6)
+
+
+MEMORY = """
+import resource, sys, torch
+import hetdpt, timm
+from hetdpt.calibration import calibrate_
+model = timm.create_model("vit_tiny_patch16_224", img_size=64, depth=2, num_classes=10)
+generator = torch.Generator().manual_seed(0)
+class Batches:
+    def __iter__(self):
+        return (torch.randn(32, 3, 64, 64, generator=generator) for _ in range(int(sys.argv[1])))
+calibrate_(model, hetdpt.Plan((0, 1), (0, 1), removal=("linear", "calibrated")), Batches())
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+"""
+
+
+def test_memory_does_not_grow_with_the_images() -> None:
+    """64 batches more are 100 MiB of images, and 1.2 GiB of hidden features."""
+    peaks = [
+        int(
+            subprocess.run(
+                [sys.executable, "-c", MEMORY, str(count)], capture_output=True, text=True, check=True
+            ).stdout
+        )
+        for count in (4, 68)
+    ]
+    assert peaks[1] - peaks[0] < 30 * 1024  # KiB

@@ -1,0 +1,263 @@
+"""Choosing by damage: equal to full models tried one by one, and what was planted is found first. No labels."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+import torch
+from families import Family, named
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import hetdpt
+import hetdpt.measurement.speed
+from hetdpt.calibration import variants_of
+from hetdpt.errors import DataError, ModelError, PlanError
+from hetdpt.measurement.agreement import outputs_of
+from hetdpt.modules import clone
+from hetdpt.plan import Measurement, Site
+from hetdpt.selection import goal as goals
+from hetdpt.selection.damage import Choice, choose
+from hetdpt.selection.goal import Goal, OneShotConfig
+from hetdpt.surgery import ready, removable
+
+SAME = 1e-9  # relative; the same operations run, so only the order of the float64 sums may differ
+# one stream, windows, a library of its own, gated FFNs, no head
+LABELS = [
+    "vit_tiny_patch16_224",
+    "swin_tiny_patch4_window7_224",
+    "hf DeiTForImageClassificationWithTeacher",
+    "eva02_tiny_patch14_224",
+    "hf DINOv3ViTModel",
+]
+
+
+def batches_of(family: Family, count: int = 8) -> list[Tensor]:
+    return list(family.images(count).split(3))
+
+
+def others_of(family: Family, count: int = 5) -> list[Tensor]:
+    """Return images to judge by that no replacement was fitted on."""
+    return list(family.images(8 + count)[8:].split(3))
+
+
+def gains_of(model: nn.Module, family: Family, removal: Any = "calibrated") -> dict[Site, float]:
+    return dict.fromkeys(removable(ready(model, removal, family.size)), 1.0)
+
+
+@torch.no_grad()
+def naive_damage(dense: nn.Module, changed: nn.Module, images: list[Tensor], has_classes: bool) -> float:
+    """Return KL or the error of features of two models, all images at hand at once."""
+    one, other = (
+        torch.cat([outputs_of(model, batch)[0].flatten(1).double() for batch in images]) for model in (dense, changed)
+    )
+    if has_classes:
+        return F.kl_div(other.log_softmax(1), one.log_softmax(1), reduction="batchmean", log_target=True).item()
+    return ((one - other).square().sum() / one.square().sum()).item()
+
+
+def naive_choices(
+    model: nn.Module, family: Family, gains: Mapping[Site, float], target: float, removal: Any, has_classes: bool
+) -> list[Choice]:
+    """Choose by trying full models, each candidate fitted by itself."""
+    current, damage, choices = ready(model, removal, family.size), 0.0, list[Choice]()
+    while sum(choice.gain for choice in choices) < target:
+        tried = {}
+        for site in gains:
+            if all(site != choice.site for choice in choices):
+                variant = variants_of(current, [site], batches_of(family))[site]
+                tried[site] = variant, naive_damage(model, variant, others_of(family), has_classes)
+        best = min(tried, key=lambda site: (tried[site][1] - damage) / gains[site])
+        current, damage = tried[best]
+        choices.append(Choice(best, damage, gains[best]))
+    return choices
+
+
+@pytest.mark.parametrize("removal", ["calibrated", ("skip", "drop"), ("linear", "calibrated")])
+@pytest.mark.parametrize("label", LABELS)
+def test_choices_are_those_of_full_models_tried_one_by_one(label: str, removal: Any) -> None:
+    family = named(label)
+    model = family.build()
+    gains = {site: 1.0 + 0.3 * number for number, site in enumerate(gains_of(model, family, removal))}
+    found = list(choose(model, batches_of(family), gains, 5.0, judge=others_of(family), removal=removal))
+    expected = naive_choices(model, family, gains, 5.0, removal, has_classes="DINOv3" not in label)
+    assert [choice.site for choice in found] == [choice.site for choice in expected]
+    for one, other in zip(found, expected, strict=True):
+        assert one.damage == pytest.approx(other.damage, rel=SAME)
+        assert one.gain == gains[one.site]
+    assert sum(choice.gain for choice in found) >= 5 > sum(choice.gain for choice in found[:-1])
+
+
+def plant(model: Any) -> nn.Module:
+    """Make attention 1 give one and the same vector whatever it is given, and the FFN of block 2 exactly linear."""
+    with torch.no_grad():
+        model.blocks[1].attn.qkv.weight[2 * 48 :].zero_()  # values are their bias alone
+    model.blocks[2].mlp.act = nn.LeakyReLU(1.0)
+    return model
+
+
+def test_what_can_be_replaced_exactly_goes_first(model: nn.Module, vit: Family) -> None:
+    plant(model)
+    found = list(choose(model, [vit.images(24)], gains_of(model, vit), 3))
+    assert {choice.site.path for choice in found[:2]} == {"blocks.1.attn", "blocks.2.mlp.act"}
+    assert max(choice.damage for choice in found[:2]) < 1e-3 * found[2].damage  # what float32 leaves of 0
+
+
+def test_plain_removal_breaks_what_a_replacement_keeps(model: nn.Module, vit: Family) -> None:
+    plant(model)
+    judge = others_of(vit)
+    found = {
+        removal: list(choose(model, [vit.images(24)], gains_of(model, vit), 2, judge=judge, removal=removal))[-1].damage
+        for removal in ("calibrated", "plain")
+    }
+    assert found["calibrated"] < 1e-6 * found["plain"]  # float32 against a vector that is missing
+
+
+def test_sites_that_gain_nothing_are_never_taken(model: nn.Module, vit: Family) -> None:
+    plant(model)
+    gains = {site: -0.1 if site.path == "blocks.1.attn" else 1.0 for site in gains_of(model, vit)}
+    gains |= {site: 0.0 for site in gains if site.path == "blocks.2.mlp.act"}
+    found = [choice.site.path for choice in choose(model, [vit.images(24)], gains, 4)]
+    assert len(found) == 4
+    assert not {"blocks.1.attn", "blocks.2.mlp.act"} & {*found}
+
+
+def test_a_large_gain_makes_up_for_more_damage(model: nn.Module, vit: Family) -> None:
+    gains = {site: 1e9 if site.path == "blocks.0.attn" else 1e-3 for site in gains_of(model, vit)}
+    [choice] = choose(model, [vit.images(24)], gains, 0.0005, removal="plain")
+    assert choice.site.path == "blocks.0.attn"
+
+
+def test_of_two_that_do_no_damage_the_one_that_runs_first_goes(model: Any, vit: Family) -> None:
+    for block in (2, 1):
+        nn.init.zeros_(model.blocks[block].attn.proj.weight)
+        nn.init.zeros_(model.blocks[block].attn.proj.bias)
+    gains = dict(reversed(gains_of(model, vit).items()))
+    found = list(choose(model, [vit.images()], gains, 2, removal="plain"))
+    assert [(choice.site.path, choice.damage) for choice in found] == [("blocks.1.attn", 0), ("blocks.2.attn", 0)]
+
+
+@pytest.mark.parametrize("removal", ["calibrated", "plain"])
+def test_going_on_from_earlier_choices_gives_the_same(model: nn.Module, vit: Family, removal: str) -> None:
+    gains, batches, judge = gains_of(model, vit), batches_of(vit), others_of(vit)
+    whole = list(choose(model, batches, gains, 5, judge=judge, removal=removal))
+    for step in (1, 3, 5):
+        kept = [Choice.from_dict(asdict(choice)) for choice in whole[:step]]
+        assert [*kept, *choose(model, batches, gains, 5, judge=judge, removal=removal, chosen=kept)] == whole
+
+
+def test_the_model_is_left_as_it_was_and_its_mode_makes_no_difference(model: nn.Module, vit: Family) -> None:
+    before, gains = clone(model), gains_of(model, vit)
+    found = list(choose(model, batches_of(vit), gains, 2))
+    model.train()
+    assert list(choose(model, batches_of(vit), gains, 2, memory=0)) == found
+    assert model.training
+    assert str(model.eval()) == str(before)
+    torch.testing.assert_close(model(vit.images()), before(vit.images()), rtol=0, atol=0)
+
+
+def test_progress_ends_with_all_steps_done(model: nn.Module, vit: Family) -> None:
+    seen: list[tuple[int, int]] = []
+    list(choose(model, batches_of(vit), gains_of(model, vit), 3, progress=lambda *step: seen.append(step)))
+    assert seen[-1] == (300, 300)
+    assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+    assert {total for _, total in seen} == {300}
+
+
+def test_what_cannot_be_chosen_is_refused_in_a_sentence(model: Any, vit: Family) -> None:
+    batches, gains = batches_of(vit), gains_of(model, vit)
+    with pytest.raises(DataError, match="once for each layer, but came an iterator that can be read only once"):
+        next(choose(model, iter(batches), gains, 1))
+    with pytest.raises(DataError, match="once for each layer, but came an iterator that can be read only once"):
+        next(choose(model, batches, gains, 1, judge=iter(batches)))
+    with pytest.raises(PlanError, match="7 is to be gained, but with all 6 layers that may go it is 6; ask for less"):
+        next(choose(model, batches, gains, 7))
+    with pytest.raises(PlanError, match="attention 7 at blocks.7.attn is no site of this model"):
+        next(choose(model, batches, {Site("attention", 7, "blocks.7.attn"): 1}, 1))
+    with pytest.raises(DataError, match="does not take images of 3 x 40 x 40"):
+        next(choose(model, [torch.randn(2, 3, 40, 40)], gains, 1))
+    nn.init.constant_(model.head.weight, float("nan"))
+    with pytest.raises(ModelError, match="answers with values that are not finite; check its weights"):
+        next(choose(model, batches, gains, 1))
+
+
+def test_answers_that_are_not_finite_are_no_choice(model: Any, vit: Family) -> None:
+    model.blocks[1].mlp.act = nn.Sigmoid()
+    with torch.no_grad():
+        model.blocks[1].mlp.fc1.weight.mul_(1e37)  # without the sigmoid the next norm squares it
+    site = next(site for site in gains_of(model, vit) if site.path == "blocks.1.mlp.act")
+    with pytest.raises(PlanError, match="after 0 layers, whichever goes next leaves a model whose answers are not fin"):
+        next(choose(model, batches_of(vit), {site: 1.0}, 1, removal="plain"))
+
+
+# goals
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({}, "say either how many layers go (--layers 4) or how much faster it is to be (--speedup 1.2)"),
+        ({"layers": 2, "speedup": 1.2}, "say either how many layers go"),
+        ({"layers": 0}, "at least 1 layer goes, not 0"),
+        ({"speedup": 1.0}, "a speedup is above 1, such as 1.2, not 1"),
+        ({"speedup": float("nan")}, "a speedup is above 1, such as 1.2, not nan"),
+        ({"layers": 1, "kind": "norm"}, "the kind of layer is attention or activation, not 'norm'"),
+        ({"layers": 1, "removal": "soft"}, "removal is one of plain, norm, authors, calibrated or a pair"),
+        ({"layers": 1, "sweeps": 0}, "each replacement is fitted at least once, not 0 times"),
+        ({"layers": 1, "absorb": True, "removal": "plain"}, "absorb and sweeps say how to fit, but removal 'plain' is"),
+        ({"layers": 1, "sweeps": 2, "removal": ("skip", "drop")}, "but removal ('skip', 'drop') is not fitted; use"),
+    ],
+)
+def test_contradictions_are_refused(settings: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(PlanError) as error:
+        OneShotConfig(**settings)
+    assert sentence in str(error.value)
+
+
+def test_a_goal_in_layers(model: nn.Module, vit: Family) -> None:
+    goal = Goal.of(model, OneShotConfig(layers=3, kind="attention"), vit.size)
+    assert ({site.kind for site in goal.gains}, goal.target, goal.reached(2.0)) == ({"attention"}, 3, 2)
+    assert goal.raised(3.0, 1.1, 0.0) is None
+    with pytest.raises(PlanError, match="4 layers are to go, but this model has 3 that can; ask for fewer"):
+        Goal.of(model, OneShotConfig(layers=4, kind="attention"), vit.size)
+
+
+def time_table(model: nn.Module, saved: list[float]) -> hetdpt.measurement.speed.LatencyTable:
+    """Return a table by which the model takes 100 ms, and its sites save what is given."""
+    speed = hetdpt.measurement.speed
+
+    def milliseconds(value: float) -> Measurement:
+        return Measurement("time", value, "ms", "cpu", "float32", 8)
+
+    savings = [speed.Saving(site, milliseconds(ms)) for site, ms in zip(hetdpt.sites(model), saved, strict=True)]
+    return speed.LatencyTable(milliseconds(100), savings, {})
+
+
+def test_a_goal_in_speed(model: nn.Module, vit: Family, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def table(given: nn.Module, size: Any, *, removal: Any, progress: Any) -> Any:
+        asked.append((size, removal))
+        return time_table(model, [10, 20, -1, 5, 10, 5])
+
+    monkeypatch.setattr(goals, "latency_table", table)
+    goal = Goal.of(model, OneShotConfig(speedup=1.25, removal="plain"), vit.size)
+    assert asked == [(vit.size, "plain")]
+    assert goal.target == pytest.approx(20)  # of 100 ms, 80 may be left
+    assert goal.reached(20) == pytest.approx(1.25)
+    assert goal.most == 50
+    assert Goal.from_dict(goal.to_dict()) == goal
+    higher = goal.raised(25.0, measured=1.0 / 0.83, wanted=1.25)
+    assert higher is not None
+    assert higher.target == pytest.approx(28)  # 83 ms are measured, 3 too many
+    assert goal.raised(25.0, measured=1.25, wanted=1.25) is None
+    assert goal.raised(48.0, measured=1.2, wanted=1.25) is None  # the 2 ms that are left are too few
+    with pytest.raises(PlanError) as error:
+        Goal.of(model, OneShotConfig(speedup=3), vit.size)
+    assert str(error.value) == (
+        "a speedup of 3 is out of reach: by the times measured here (cpu, float32, batch 8), all 6 layers that may go "
+        "would give 2; ask for less"
+    )
