@@ -108,10 +108,9 @@ def by_site(bench: Bench) -> dict[str, Any]:
 
 WAYS: dict[str, tuple[Any, str | None]] = {
     "calibrated": ("calibrated", None),
-    "calibrated, linear attention": (("linear", "calibrated"), None),
     "plain": ("plain", None),
     "attention only, calibrated": ("calibrated", "attention"),
-    "attention only, plain": ("plain", "attention"),
+    "calibrated, linear attention": (("linear", "calibrated"), None),
 }
 
 
