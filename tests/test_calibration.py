@@ -266,6 +266,26 @@ class TestOrder:
         exact = calibrate_(planted(vit), plan, batches, sweeps=2)
         assert distance(run(exact, vit.images()), run(planted(vit), vit.images())) < ROUNDING
 
+    def test_more_passes_where_all_sums_at_once_take_too_much(
+        self, vit: Family, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        base, batches = ready(vit.build(), "calibrated", vit.size), batches_of(vit)
+        asked = {site: ("linear" if site.kind == "attention" else "calibrated",) for site in hetdpt.sites(base)}
+        passes = []
+
+        class Counted(list):  # type: ignore[type-arg]
+            def __iter__(self) -> Any:
+                passes.append(1)
+                return super().__iter__()
+
+        whole = fit_sites(base, asked, Counted(batches))
+        once = len(passes)
+        monkeypatch.setattr("hetdpt.calibration.SUMS", 2 * 8 * 4 * 2 * 48**2)  # two layers of six
+        parts = fit_sites(base, asked, Counted(batches))
+        assert len(passes) - once > once
+        assert whole.keys() == parts.keys()
+        assert all(torch.equal(whole[key].values[0], parts[key].values[0]) for key in whole)
+
     def test_what_is_going_on_is_told(self, vit: Family) -> None:
         seen: list[tuple[int, int]] = []
         calibrate_(vit.build(), Plan((0,), (2,)), batches_of(vit, 3), sweeps=2, progress=lambda *now: seen.append(now))

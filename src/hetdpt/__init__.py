@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from hetdpt.export.hub import push_to_hub
     from hetdpt.export.onnx import export_onnx
     from hetdpt.export.saved import load, save
+    from hetdpt.insight import scan
     from hetdpt.measurement.accuracy import Scores, evaluate
     from hetdpt.measurement.costs import count_macs, count_params
     from hetdpt.measurement.speed import latency_table, measure_throughput
@@ -41,6 +42,7 @@ _HOMES = {
     "hetdpt.data.augmentation": ("Augmentation",),
     "hetdpt.entropy": ("transfer_entropy",),
     "hetdpt.errors": ("HetDPTError",),
+    "hetdpt.insight": ("scan",),
     "hetdpt.export.hub": ("push_to_hub",),
     "hetdpt.export.onnx": ("export_onnx",),
     "hetdpt.export.saved": ("load", "save"),
@@ -88,6 +90,7 @@ __all__ = [
     "recover",
     "restore_",
     "save",
+    "scan",
     "sites",
     "transfer_entropy",
 ]

@@ -26,6 +26,7 @@ from hetdpt.plan import KINDS, Fit, Plan, Site
 from hetdpt.surgery import fill_, place_, place_of, ready, record_of, without
 
 FOLDS = 4  # parts of the images, each held out once
+SUMS = 2 << 30  # bytes of sums in one pass over the images
 FLOOR = 0.05  # of the median size of y: a token with less of it counts as if it had this much
 PURPOSE = "calibration"
 Progress = Callable[[int, int], None]
@@ -134,14 +135,50 @@ def fit_sites(
 ) -> dict[tuple[Site, str], Fitted]:
     """Return a replacement for every site and style asked for, each for itself, from one pass over the images.
 
-    ``model`` is one that is ``ready``. With ``dense``, the model before anything was removed, targets
-    absorb the error made so far; ``before`` are replacements whose residuals say how much each token counts.
+    ``model`` is one that is ``ready``. With ``dense``, the model before anything was removed, targets absorb the error
+    made so far; ``before`` are replacements whose residuals say how much each token counts. Where the sums of all of
+    them would take more than ``SUMS`` bytes, and the images can be read again, there are more passes.
     """
     record = record_of(model)
     assert record is not None
     handles = {handle.site: handle for handle in record.survey.handles}
-    wanted = [(site, style) for site, styles in asked.items() for style in styles]
-    sums = [_Sums(model, handles[site], style, (before or {}).get((site, style))) for site, style in wanted]
+    sums = [
+        _Sums(model, handles[site], style, (before or {}).get((site, style)))
+        for site, styles in asked.items()
+        for style in styles
+    ]
+    groups = [sums] if iter(batches) is batches else _groups(sums)
+    found: dict[tuple[Site, str], Fitted] = {}
+    for number, group in enumerate(groups):
+        move = partial(_move, progress, number, len(groups)) if progress else None
+        _sum_up(model, group, batches, dense, move)
+        found |= {(one.site, one.style): one.fitted() for one in group}
+        for one in group:
+            one.folds.clear()
+    return found
+
+
+def _groups(sums: list[_Sums]) -> list[list[_Sums]]:
+    """Return ``sums`` in groups that take at most ``SUMS`` bytes each, or hold one."""
+    groups: list[list[_Sums]] = []
+    room = 0
+    for one in sums:
+        if not groups or room < one.nbytes:
+            groups.append([])
+            room = SUMS
+        groups[-1].append(one)
+        room -= one.nbytes
+    return groups
+
+
+def _sum_up(
+    model: nn.Module,
+    sums: list[_Sums],
+    batches: Iterable[Tensor],
+    dense: nn.Module | None,
+    progress: Progress | None,
+) -> None:
+    """Let all of ``sums`` take in all images."""
     count = 0
     for done, images in enumerate(checked(batches, model, PURPOSE), 1):
         with memory_advice(f"{len(images)} images at once do not fit in memory; give smaller batches"):
@@ -150,7 +187,6 @@ def fit_sites(
         count += len(images)
         if progress:
             progress(done, length_hint(batches))
-    return {key: one.fitted() for key, one in zip(wanted, sums, strict=True)}
 
 
 def _fit_in_order(
@@ -189,6 +225,16 @@ def _is_fitted(handle: Handle, plan: Plan) -> bool:
     return plan.is_fitted(handle.site.kind)
 
 
+def _width(model: nn.Module, handle: Handle) -> int:
+    """Return how many channels a layer has."""
+    if handle.ffn:
+        weight = model.get_submodule(handle.ffn.first).weight
+        assert isinstance(weight, Tensor)
+        return weight.shape[1]
+    assert handle.parts is not None
+    return handle.parts.core_layout.width
+
+
 class _EnoughError(Exception):
     """Ends a forward pass of which all that was asked for is known."""
 
@@ -202,6 +248,9 @@ class _Sums:
         self.is_linear = style in ("linear", "calibrated")
         self.folds: list[Any] = []
         self.floor = 0.0
+        width = _width(model, handle)
+        self.nbytes = 8 * FOLDS * 2 * width**2 if self.is_linear else 0
+        """What the moments take, roughly."""
 
     def tokens(self, values: Tensor, images: int) -> Tensor:
         """Return ``values`` as (images, places, channels); windows of an image count as its places."""

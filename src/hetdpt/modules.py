@@ -1,4 +1,4 @@
-"""What is done with any torch module: copies around the same weights, eval mode for a while, images, checksums, a device.
+"""What is done with any torch module: copies around the same weights, eval mode for a while, checksums, a device.
 
 No model, site or stage is known here: whoever needs the images says what for.
 """

@@ -25,7 +25,15 @@ from hetdpt.cli.options import (
     read_plan,
     with_removal,
 )
-from hetdpt.cli.show import print_breakdown, print_costs, print_json, print_sites, print_speed, progress
+from hetdpt.cli.show import (
+    note_random_weights,
+    print_breakdown,
+    print_costs,
+    print_json,
+    print_sites,
+    print_speed,
+    progress,
+)
 from hetdpt.plan import Plan
 
 
@@ -137,7 +145,6 @@ def apply(
     quiet: Quiet = False,
 ) -> None:
     """Remove the layers of a plan, merge what became linear, and save the smaller model."""
-    from hetdpt.adapters.models import HF_PREFIX
     from hetdpt.adapters.preprocessing import preprocessing_of
     from hetdpt.calibration import calibrate_
     from hetdpt.data.unlabelled import ImageBatches, open_images
@@ -169,8 +176,7 @@ def apply(
         return print_json(directory=str(out), costs=rows, merge_difference=difference)
     print_costs(costs)
     typer.echo(f"merging changed the outputs by {difference:.1e} of the largest one (float rounding)")
-    if not (weights or pretrained or Path(model.removeprefix(HF_PREFIX)).is_dir()):
-        typer.echo("note: the weights are random; give --weights FILE or --pretrained for a model that sees anything")
+    note_random_weights(model, weights, pretrained)
     typer.echo(f"saved to {out}; load it with hetdpt.load({str(out)!r})")
 
 

@@ -24,7 +24,7 @@ from hetdpt.cli.options import (
     read_images,
     read_removal,
 )
-from hetdpt.cli.show import print_, print_costs, print_json, print_speed, stages, table
+from hetdpt.cli.show import note_random_weights, print_, print_costs, print_json, print_speed, stages, table
 
 if TYPE_CHECKING:
     from hetdpt.oneshot import OneShot, Step
@@ -95,6 +95,7 @@ def oneshot(
     if as_json:
         return print_json(directory=str(out), **json.loads(found.to_json()))
     _print(found, out)
+    note_random_weights(model, weights, pretrained)
 
 
 def _silent(_: str) -> None:

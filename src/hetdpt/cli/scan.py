@@ -23,7 +23,7 @@ from hetdpt.cli.options import (
     Weights,
     read_images,
 )
-from hetdpt.cli.show import print_, stages, table
+from hetdpt.cli.show import note_random_weights, print_, stages, table
 
 if TYPE_CHECKING:
     from hetdpt.insight import Row, ScanTable
@@ -56,7 +56,6 @@ def scan(
     quiet: Quiet = False,
 ) -> None:
     """Show what each layer is worth: the damage of each way to remove it, and what it saves; no labels, no training."""
-    from hetdpt.adapters.models import HF_PREFIX
     from hetdpt.data.unlabelled import open_images
     from hetdpt.export.saved import open_model
     from hetdpt.files import require_new
@@ -80,8 +79,7 @@ def scan(
     if as_json:
         return typer.echo(found.to_json())
     _print(found)
-    if not (weights or pretrained or Path(model.removeprefix(HF_PREFIX)).is_dir()):
-        typer.echo("note: the weights are random; give --weights FILE or --pretrained for a model that sees anything")
+    note_random_weights(model, weights, pretrained)
     if out is not None:
         typer.echo(f"written to {out}: scan.json, scan.csv, scan.png")
 
@@ -157,9 +155,11 @@ def _damage(found: ScanTable, row: Row | None) -> str:
 def _short(value: float) -> str:
     """Return a number in five characters or so.
 
-    >>> [_short(value) for value in (0.0, 2.34e-5, 0.0123, 6.312, 123.4)]
-    ['0', '2e-05', '0.012', '6.31', '123']
+    >>> [_short(value) for value in (0.0, 2.34e-5, 0.0123, 6.312, 1234.5)]
+    ['0', '2e-05', '0.012', '6.31', '1234']
     """
+    if value >= 100:
+        return f"{value:.0f}"
     if value < 1e-3:
         return f"{value:.0e}" if value else "0"
     return f"{value:.3f}" if value < 1 else f"{value:.3g}"

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -172,6 +173,14 @@ def print_(table: Any) -> None:
     from rich.console import Console
 
     Console(width=None if sys.stdout.isatty() else WIDE).print(table)
+
+
+def note_random_weights(model: str, weights: Path | None, pretrained: bool) -> None:
+    """Say so where nobody gave weights to the model called ``model``."""
+    from hetdpt.adapters.models import HF_PREFIX
+
+    if not (weights or pretrained or Path(model.removeprefix(HF_PREFIX)).is_dir()):
+        typer.echo("note: the weights are random; give --weights FILE or --pretrained for a model that sees anything")
 
 
 def print_costs(costs: dict[str, Costs]) -> None:

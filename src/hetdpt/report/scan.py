@@ -26,7 +26,7 @@ CEILING = 6.0  # times the uninformed damage: more, infinity too, is drawn there
 
 
 class Look(NamedTuple):
-    """How a style is drawn: by its marker, and in a colour of Okabe and Ito, which the colour-blind tell apart, or grey."""
+    """How a style is drawn: its marker, and a colour of Okabe and Ito, which the colour-blind tell apart, or grey."""
 
     colour: str
     marker: str
