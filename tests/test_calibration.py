@@ -142,7 +142,22 @@ class TestPlanted:
         calibrate_(model, Plan(attention=(1,), activation=(0, 2), removal="calibrated"), batches_of(vit))
         assert all(fit.r2 < 1 - 1e-4 for fit in record_of(model).plan.fits)  # type: ignore[union-attr]
 
-    def test_massive_tokens_do_not_decide(self, vit: Family) -> None:
+    def test_a_massive_token_does_not_take_the_constant_for_itself(self, vit: Family) -> None:
+        """Attention 2 gives one vector to all tokens, and to that of the class a thousand times as much of another."""
+        model = planted(vit)
+        usual = model.blocks[2].attn.proj.bias.detach().clone()  # type: ignore[union-attr,index,operator]
+        massive = torch.zeros(17, 48)
+        massive[0] = 1000 * torch.randn(48, generator=torch.Generator().manual_seed(0))
+        add_ = lambda module, args, output: output + massive  # noqa: E731
+        model.blocks[2].attn.proj.register_forward_hook(add_)  # type: ignore[union-attr,index]
+        base = ready(model, "calibrated", vit.size)
+        site = next(site for site in hetdpt.sites(base) if (site.kind, site.block) == ("attention", 2))
+        value = fit_sites(base, {site: ("constant",)}, batches_of(vit))[site, "constant"].values
+        assert isinstance(value, Tensor)
+        mean = usual + massive.mean(0)
+        assert (value[0] - usual).norm() < 0.3 * (mean - usual).norm()
+
+    def test_massive_tokens_do_not_decide(self) -> None:
         """One token a thousand times as large as the others would else take the fit for itself."""
         x = torch.randn(400, 6, generator=torch.Generator().manual_seed(0)).double()
         y = x.clone()
@@ -337,6 +352,151 @@ class TestMerging:
         pruned = run(more, vit.images())
         assert distance(run(hetdpt.merge_(more), vit.images()), pruned) < ROUNDING
 
+    def test_streams_that_are_handed_out_are_left_as_they_are(self) -> None:
+        """What a backbone returns from between its blocks must not have a constant of the next block in it."""
+        from transformers import Dinov2Backbone, Dinov2Config
+
+        sizes = {
+            "hidden_size": 32,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 2,
+            "image_size": 28,
+            "patch_size": 14,
+        }
+        options = {"out_features": ["stage1", "stage2"], "apply_layernorm": False, "reshape_hidden_states": False}
+        model = Dinov2Backbone(Dinov2Config(**sizes, **options)).eval()
+        images = torch.randn(4, 3, 28, 28, generator=torch.Generator().manual_seed(0))
+        calibrate_(model, Plan((1, 2), removal=("constant", "identity")), [images])
+        pruned = run(model, images)
+        assert distance(run(hetdpt.merge_(model), images), pruned) < ROUNDING
+
+    def test_constants_stay_where_they_are_if_asked_to(self, vit: Family) -> None:
+        model = calibrate_(vit.build(), Plan((0, 2), removal="calibrated"), batches_of(vit))
+        hetdpt.merge_(model, fold_constants=False)
+        assert isinstance(model.get_submodule("blocks.2.attn"), Constant)
+
+    def test_an_ffn_that_has_taken_in_a_constant_stays(self, vit: Family) -> None:
+        removal = ("constant", "drop")
+        model = hetdpt.merge_(calibrate_(vit.build(), Plan((2,), removal=removal), batches_of(vit)))
+        with pytest.raises(PlanError, match="FFN of block 1 cannot go: merging has put .* what replaced attention 2"):
+            calibrate_(model, Plan((2,), (1,), removal=removal), batches_of(vit))
+
+
+class Written(nn.Module):
+    """A block whose function is written in one of two ways."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+        self.norm1, self.norm2 = nn.LayerNorm(32), nn.LayerNorm(32)
+        self.attn = Attention(32)
+        self.alpha = nn.Parameter(torch.full((32,), 0.5))
+        hidden = [nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)]
+        self.mlp = nn.Sequential(nn.LayerNorm(32), *hidden) if way == "inside" else nn.Sequential(*hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.way == "half":
+            x = x + 0.5 * self.attn(self.norm1(x))
+        elif self.way == "early":
+            x = x + self.attn(self.alpha * self.norm1(x))
+        else:
+            x = x + self.attn(self.norm1(x))
+        return x + self.mlp(x if self.way == "inside" else self.norm2(x))
+
+
+class Attention(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.qkv(x).chunk(3, -1)
+        y: Tensor = self.proj((query @ key.transpose(1, 2) / 5).softmax(-1) @ value)
+        return y
+
+
+class Tower(nn.Module):
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.embed = nn.Conv2d(3, 32, 8, 8)
+        self.blocks = nn.Sequential(*(Written(way) for _ in range(3)))
+
+    def forward(self, images: Tensor) -> Tensor:
+        y: Tensor = self.blocks(self.embed(images).flatten(2).transpose(1, 2)).mean(1)
+        return y
+
+
+def towers(way: str) -> tuple[nn.Module, nn.Module]:
+    """Return one function written plainly and in the other ``way``."""
+    generator = torch.Generator().manual_seed(0)
+    one, other = Tower("plain"), Tower(way)
+    with torch.no_grad():
+        for parameter in one.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(noise / parameter[0].numel() ** 0.5 if parameter.ndim > 1 else 0.5 + 0.1 * noise)
+        state = one.state_dict()
+        if way == "inside":  # norm2 is mlp.0 there, and the rest of mlp is one further
+            for name, value in one.state_dict().items():
+                block, _, leaf = name.partition(".mlp.")
+                number, _, last = leaf.partition(".")
+                state[f"{block}.mlp.{int(number) + 1}.{last}" if leaf else name.replace("norm2", "mlp.0")] = value
+            state = {name: state[name] for name in other.state_dict()}
+        other.load_state_dict(state)
+        for block in other.blocks:  # type: ignore[union-attr]
+            if way == "half":
+                block.attn.proj.weight.mul_(2)
+                block.attn.proj.bias.mul_(2)
+            if way == "early":
+                block.norm1.weight.div_(block.alpha)
+                block.norm1.bias.div_(block.alpha)
+    return one.eval(), other.eval()
+
+
+@pytest.mark.parametrize("absorb", [False, True])
+@pytest.mark.parametrize("style", ["constant", "position", "linear"])
+@pytest.mark.parametrize("way", ["half", "early", "inside"])
+def test_the_way_a_function_is_written_makes_no_difference(way: str, style: str, absorb: bool) -> None:
+    models = towers(way)
+    images = torch.randn(12, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+    torch.testing.assert_close(run(models[0], images), run(models[1], images), rtol=1e-4, atol=1e-5)
+    absorb = absorb and way != "half"  # its branch is scaled behind the last module, so that it keeps to its own output
+    for model in models:
+        hetdpt.sites(model, (3, 32, 32))
+        calibrate_(model, Plan((0, 2), (1, 2), removal=(style, "calibrated")), [images], absorb=absorb)
+    pruned = [run(model, images) for model in models]
+    assert distance(*pruned) < 1e-3  # of ridges that are chosen among decades
+    merged = [run(hetdpt.merge_(model), images) for model in models]
+    assert all(distance(one, other) < ROUNDING for one, other in zip(merged, pruned, strict=True))
+
+
+@pytest.mark.parametrize("style", ["constant", "position", "linear"])
+def test_onnx(vit: Family, style: str, tmp_path: Path) -> None:
+    model = hetdpt.merge_(calibrate_(vit.build(), Plan((1,), (2,), removal=(style, "calibrated")), batches_of(vit)))
+    assert hetdpt.export_onnx(model, tmp_path / "model.onnx").largest_difference < 1e-4
+
+
+def test_what_was_frozen_stays_frozen_and_vectors_do_not_decay(vit: Family) -> None:
+    frozen = calibrate_(vit.build().requires_grad_(False), Plan((1,), (2,)), batches_of(vit))
+    assert not any(parameter.requires_grad for parameter in frozen.parameters())
+    free = calibrate_(vit.build(), Plan((1,), (2,)), batches_of(vit))
+    assert free.get_parameter("blocks.1.attn.bias").shape == (48,)  # flat: timm does not decay what is
+    assert free.get_parameter("blocks.1.attn.bias").requires_grad
+
+
+def test_half_precision(vit: Family) -> None:
+    model = calibrate_(vit.build().half(), Plan((1,), (2,)), batches_of(vit))
+    exact = calibrate_(vit.build(), Plan((1,), (2,)), batches_of(vit))
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float16}
+    assert distance(run(model, vit.images().half()).float(), run(exact, vit.images())) < 0.02
+
+
+def test_gates_on_what_is_left_of_a_calibrated_model(vit: Family) -> None:
+    model = calibrate_(vit.build(), Plan((1,), (2,)), batches_of(vit))
+    before = run(model, vit.images())
+    assert len(hetdpt.gates_of(hetdpt.gate_(model))) == 4
+    assert torch.equal(run(model, vit.images()), before)
+    assert torch.equal(run(hetdpt.restore_(model), vit.images()), before)
+
 
 class TestRefusals:
     def test_gates(self, model: nn.Module) -> None:
@@ -350,6 +510,40 @@ class TestRefusals:
     def test_not_images(self, model: nn.Module) -> None:
         with pytest.raises(DataError, match="batches are float tensors of images .* one is a str"):
             calibrate_(model, Plan((0,)), ["a.jpg"])  # type: ignore[list-item]
+
+    def test_one_image(self, vit: Family, model: nn.Module) -> None:
+        with pytest.raises(DataError, match="there is one image only; give two or more"):
+            calibrate_(model, Plan((0,)), [vit.images(1)])
+
+    def test_no_sweep(self, vit: Family, model: nn.Module) -> None:
+        with pytest.raises(PlanError, match="each replacement is fitted at least once, not 0 times"):
+            calibrate_(model, Plan((0,)), batches_of(vit), sweeps=0)
+
+    def test_images_of_another_size_for_a_model_that_is_pruned(self, vit: Family, model: nn.Module) -> None:
+        calibrate_(model, Plan((0,)), batches_of(vit))
+        with pytest.raises(DataError, match="does not take images of 3 x 40 x 40"):
+            calibrate_(model, Plan((0, 1), removal="calibrated"), [torch.randn(2, 3, 40, 40)])
+
+    def test_tokens_first(self) -> None:
+        class Turned(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.attn = Attention(32)
+
+            def forward(self, x: Tensor) -> Tensor:  # (N, B, D)
+                y: Tensor = self.attn(x.transpose(0, 1)).transpose(0, 1)
+                return y
+
+        model = Tower("plain").eval()
+        for block in model.blocks:
+            block.attn = Turned()  # type: ignore[union-attr]
+        model.blocks.register_forward_pre_hook(lambda module, args: (args[0].transpose(0, 1),))
+        model.blocks.register_forward_hook(lambda module, args, output: output.transpose(0, 1))
+        images = torch.randn(6, 3, 32, 32)
+        hetdpt.sites(model, (3, 32, 32))
+        with pytest.raises(ModelError, match="does not have the images first"):
+            calibrate_(model, Plan((0,), removal=("position", "identity")), [images])
+        calibrate_(model, Plan((0,), removal=("linear", "identity")), [images])
 
     @pytest.mark.parametrize("options", [{"absorb": True}, {"sweeps": 2}])
     def test_an_iterator_for_more_than_one_pass(self, vit: Family, model: nn.Module, options: Any) -> None:

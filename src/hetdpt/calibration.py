@@ -7,6 +7,7 @@ All sums are taken in a stream: memory is O(D^2), whatever the number of images.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
@@ -19,10 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from hetdpt.adapters.anatomy import Handle
-from hetdpt.errors import DataError, ModelError
+from hetdpt.errors import DataError, ModelError, PlanError
 from hetdpt.fold import Means, Moments, exact, fit_linear, fit_mean
-from hetdpt.modules import checked, clone, memory_advice
-from hetdpt.plan import KINDS, Fit, Plan, Site
+from hetdpt.modules import checked, clone, memory_advice, require_takes
+from hetdpt.plan import Fit, Plan, Site
 from hetdpt.surgery import fill_, place_, place_of, ready, record_of, without
 
 FOLDS = 4  # parts of the images, each held out once
@@ -72,8 +73,9 @@ def calibrate_(
     >>> [site.path for site in hetdpt.sites(model)]
     ['blocks.0.attn', 'blocks.1.mlp.act']
     """
-    if not any(plan.is_fitted(kind) for kind in KINDS):
-        plan = replace(plan, removal="calibrated")
+    if sweeps < 1:
+        raise PlanError(f"each replacement is fitted at least once, not {sweeps} times")
+    plan = replace(plan, fits=(), removal=plan.removal if plan.is_any_fitted else "calibrated")
     is_once = iter(batches) is batches
     if is_once and (absorb or sweeps > 1):
         raise DataError(
@@ -84,6 +86,7 @@ def calibrate_(
     first = next(stream)
     size = first.shape[1], first.shape[2], first.shape[3]
     place_(clone(model), plan, size)  # what does not fit is refused before anything is fitted
+    require_takes(clone(model).eval(), first)
     dense = ready(model, plan.removal, size)
     going = _going(dense, plan)
     if is_once:
@@ -107,7 +110,7 @@ def is_fitted(model: nn.Module) -> bool:
     """Whether the removal that a model is ``ready`` for is fitted on images, for one kind of layer at least."""
     record = record_of(model)
     assert record is not None
-    return any(record.plan.is_fitted(kind) for kind in KINDS)
+    return record.plan.is_any_fitted
 
 
 def variants_of(model: nn.Module, sites: Iterable[Site], batches: Iterable[Tensor]) -> dict[Site, nn.Module]:
@@ -187,6 +190,8 @@ def _sum_up(
         count += len(images)
         if progress:
             progress(done, length_hint(batches))
+    if count < 2:
+        raise DataError("a fit is judged on images held out, but there is one image only; give two or more")
 
 
 def _fit_in_order(
@@ -199,9 +204,8 @@ def _fit_in_order(
     for handle in going:
         site, style = handle.site, plan.style_of(handle.site.kind)
         got: dict[tuple[Site, str], Fitted] = {}
-        for _ in range(sweeps if _is_fitted(handle, plan) else 0):
-            step = len(found) * sweeps + bool(got)
-            move = partial(_move, progress, step, steps) if progress else None
+        for sweep in range(sweeps if _is_fitted(handle, plan) else 0):
+            move = partial(_move, progress, len(found) * sweeps + sweep, steps) if progress else None
             got = fit_sites(
                 student, {site: (style,)}, batches, dense=dense if absorb else None, before=got, progress=move
             )
@@ -248,6 +252,8 @@ class _Sums:
         self.is_linear = style in ("linear", "calibrated")
         self.folds: list[Any] = []
         self.floor = 0.0
+        self.size = math.prod(handle.parts.core_layout.shape) if handle.parts else 0
+        """Values of one image or window, at all places."""
         width = _width(model, handle)
         self.nbytes = 8 * FOLDS * 2 * width**2 if self.is_linear else 0
         """What the moments take, roughly."""
@@ -266,18 +272,20 @@ class _Sums:
 
     def add(self, x: Tensor, y: Tensor, images: int, count: int) -> None:
         """Take in a batch of ``images``, before which there were ``count``."""
+        rows = images
         if self.style == "position":
-            y = y.movedim(self.place.axis, -1).flatten(1, -2)
+            y, rows = self._by_place(y, images), len(y)
         else:
             x, y = self.tokens(x, images), self.tokens(y, images)
         if not y.isfinite().all():
             raise ModelError(f"{self.place.target} gives values that are not finite; check the weights, or use float32")
         weight = self._weight(x, y)
+        fold = (count + torch.arange(rows, device=y.device) // (rows // images)) % FOLDS  # of the image of each row
         for number in range(FOLDS):
-            part = slice((number - count) % FOLDS, None, FOLDS)
+            part = fold == number
             if number >= len(self.folds):
                 self.folds.append(Moments(x.shape[-1], y.shape[-1]) if self.is_linear else Means())
-            if not len(y[part]):
+            if not part.any():
                 continue
             if self.is_linear:
                 self.folds[number].add(x[part].flatten(0, 1), y[part].flatten(0, 1), weight[part].flatten())
@@ -285,6 +293,16 @@ class _Sums:
                 self.folds[number].add(y[part].flatten(0, 1)[:, None], weight[part].flatten()[:, None])
             else:
                 self.folds[number].add(y[part], weight[part])
+
+    def _by_place(self, y: Tensor, images: int) -> Tensor:
+        """Return ``y`` as (rows, places, channels); a row is an image or one window of it."""
+        values = y.movedim(self.place.axis, -1).flatten(1, -2)
+        if values[0].numel() != self.size or len(values) % images:
+            raise ModelError(
+                f"{self.place.target} gives {tuple(y.shape)} for {images} images, which does not have the images first "
+                "and then the tokens; use removal style 'constant' or 'linear'"
+            )
+        return values
 
     def _weight(self, x: Tensor, y: Tensor) -> Tensor:
         """Return how much each token counts (images, places): 1 / || y ||, or 1 / || y - r(x) || once there is an r."""

@@ -54,17 +54,23 @@ class Zero(Removed):
 class Constant(Removed):
     """Adds the same to the residual stream of every image: r(x) = c, one vector for all tokens or one for each.
 
-    ``value`` has the shape of what the layer returned, without the images; sides of 1 stand for all places.
+    ``shape`` is that of what the layer returned, without the images; sides of 1 stand for all places. A vector is kept
+    flat and under the name of a bias, so that it is no more subject to weight decay than a bias.
     """
 
-    def __init__(self, value: Tensor, extras: Extras = None) -> None:
+    def __init__(self, bias: nn.Parameter, shape: tuple[int, ...], extras: Extras = None) -> None:
         super().__init__(extras)
-        self.value = nn.Parameter(value)
+        self.shape = shape
+        self.bias = bias
+
+    @property
+    def value(self) -> Tensor:
+        return self.bias.view(self.shape)
 
     def replace(self, x: Tensor) -> Tensor:
-        if any(mine not in (1, side) for mine, side in zip(self.value.shape, x.shape[1:], strict=True)):
+        if any(mine not in (1, side) for mine, side in zip(self.shape, x.shape[1:], strict=True)):
             raise ModelError(
-                f"a layer of this model was replaced by values for tokens of shape {tuple(self.value.shape)}, but came "
+                f"a layer of this model was replaced by values for tokens of shape {self.shape}, but came "
                 f"{tuple(x.shape[1:])}; give images of the size it was calibrated on, or use removal style 'constant'"
             )
         return self.value.to(x.dtype).expand(x.shape)

@@ -167,6 +167,11 @@ class Plan:
         """Those of its styles that are fitted on images and that it has a use for."""
         return tuple(self.style_of(kind) for kind in KINDS if getattr(self, kind) and self.is_fitted(kind))
 
+    @property
+    def is_any_fitted(self) -> bool:
+        """Whether one of its styles is fitted on images, of use or not."""
+        return any(self.is_fitted(kind) for kind in KINDS)
+
     def is_fitted(self, kind: Kind) -> bool:
         """Whether a removed layer of this kind is replaced by something that is fitted on images."""
         return self.style_of(kind) in FITTED_STYLES
@@ -257,6 +262,11 @@ def _fits(values: Any) -> tuple[Fit, ...]:
     known = {field.name for field in fields(Fit)}
     if not isinstance(values, list | tuple) or not all(isinstance(fit, dict) and set(fit) == known for fit in values):
         raise PlanError(f"fits of a plan is a list of objects with the keys {_spell(sorted(known))}, not {values!r}")
+    for fit in values:
+        numbers = fit["r2"], 0.0 if fit["ridge"] is None else fit["ridge"]
+        is_fit = fit["kind"] in KINDS and _is_block(fit["block"]) and fit["style"] in FITTED_STYLES
+        if not is_fit or not all(isinstance(number, int | float) for number in numbers):
+            raise PlanError(f"fits of a plan have a kind, a block, a fitted style and numbers, not {fit!r}")
     return tuple(Fit(**fit) for fit in values)
 
 

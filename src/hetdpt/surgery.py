@@ -18,17 +18,22 @@ from torch.nn import functional as F
 from torch.utils.hooks import RemovableHandle
 
 from hetdpt.adapters.anatomy import Handle, Parts, Survey, survey
+from hetdpt.adapters.branches import MULTIPLICATIONS
 from hetdpt.adapters.ffn import Ffn
 from hetdpt.adapters.models import input_size_of
 from hetdpt.errors import PlanError
 from hetdpt.fold import Layer, add, fold_norm, fold_pair, is_cheaper_folded, new_layer
 from hetdpt.gates import Behind, Constant, Gate, Mapped, Pass, Removed, StreamGelu, Zero
 from hetdpt.modules import clone
-from hetdpt.plan import KINDS, Fit, Plan, Site
+from hetdpt.plan import Fit, Plan, Site
 
 InputSize = tuple[int, int, int]
 Removal = str | tuple[str, str]
 RECORD = "_hetdpt"
+SAME_PLACES = {"view", "_unsafe_view", "reshape", "clone", "alias", "detach", "_to_copy"}
+"""Operations that leave every value in its place where they leave the shape."""
+CHANGES = MULTIPLICATIONS | {"constant_pad_nd"}
+"""Operations after which a constant is another one, or none."""
 
 
 @dataclass(frozen=True)
@@ -78,12 +83,12 @@ def gate_(model: nn.Module, plan: Plan | None = None, input_size: InputSize | No
     With no plan all gates are open and the outputs are bit-equal to the ungated model's. ``restore_`` undoes it.
     """
     plan = Plan() if plan is None else plan  # an empty plan is false, but its removal style counts
-    if any(plan.is_fitted(kind) for kind in KINDS):
+    if plan.is_any_fitted:
         raise PlanError(
             f"a gate has no images to fit removal {plan.removal!r} on; gate with removal 'plain', "
             "and calibrate what is chosen"
         )
-    record = _begin(model, plan, input_size)
+    record = _begin(model, plan, input_size, is_temporary=True)
     left = [h for h in record.survey.handles if not record.plan.removes(h.site)]
     gated = [h for h in left if plan.removes(h.site) or why_not_removable(h, plan) is None]
     _require(gated, plan)
@@ -131,7 +136,7 @@ def prune_(model: nn.Module, plan: Plan, input_size: InputSize | None = None) ->
             f"removal style {plan.fitted[0]!r} is fitted on images, and there are none here; give --data, call "
             "hetdpt.calibrate_(model, plan, batches), or use removal 'plain'"
         )
-    return place_(model, plan, input_size)
+    return place_(model, replace(plan, fits=()), input_size)
 
 
 def place_(model: nn.Module, plan: Plan, input_size: InputSize | None = None) -> nn.Module:
@@ -143,6 +148,7 @@ def place_(model: nn.Module, plan: Plan, input_size: InputSize | None = None) ->
     record = _begin(model, plan, input_size)
     going = [h for h in record.survey.handles if plan.removes(h.site) and not record.plan.removes(h.site)]
     _require(going, plan)
+    _require_empty(going, plan, record)
     whole = replace(
         plan,
         attention=tuple({*plan.attention, *record.plan.attention}),
@@ -204,19 +210,22 @@ def removable(model: nn.Module, asked: Iterable[Site] | None = None) -> list[Sit
     return [site for site in left if site in asked]
 
 
-def merge_(model: nn.Module, fold_norms: bool = False) -> nn.Module:
+def merge_(model: nn.Module, fold_norms: bool = False, fold_constants: bool = True) -> nn.Module:
     """Make one layer of the two linear ones that a removed activation left (paper, Eq. 7), where that is cheaper.
 
     LayerScale is folded in; with ``fold_norms`` the affine part of the LayerNorm before it too, which saves 2 D
-    parameters. A constant in place of attention goes into the bias of the FFN before it, or the embedding of positions,
-    where nothing else sees the difference. The function stays the same up to rounding; merging twice changes nothing.
+    parameters. With ``fold_constants`` a constant in place of attention goes into the bias of the FFN before it, or the
+    embedding of positions, where no other layer and no output sees the difference; leave it out where streams between
+    blocks are read by other ways than ``forward``. The function stays the same up to rounding; merging twice changes
+    nothing.
     """
     record = record_of(model)
     if record is None:
         return model
     ffns = {h.site.block: h.ffn for h in record.survey.handles if h.ffn and _is_linear(h, record.plan)}
     worth = [block for block, ffn in ffns.items() if block in record.merged or _is_worth_merging(model, ffn)]
-    return merge_blocks_(model, worth, worth if fold_norms else (), record.plan.attention)
+    constants = record.plan.attention if fold_constants else ()
+    return merge_blocks_(model, worth, worth if fold_norms else (), constants)
 
 
 def merge_blocks_(
@@ -297,13 +306,17 @@ class _DropPath:
         return (branch * kept, *output[1:]) if isinstance(output, tuple) else branch * kept
 
 
-def _begin(model: nn.Module, plan: Plan, input_size: InputSize | None) -> Record:
-    """Return the record of a model that ``plan`` may be applied to; ``PlanError`` says why it may not."""
+def _begin(model: nn.Module, plan: Plan, input_size: InputSize | None, is_temporary: bool = False) -> Record:
+    """Return the record of a model that ``plan`` may be applied to; ``PlanError`` says why it may not.
+
+    What is ``temporary``, gates, may be of another removal than replacements that were fitted.
+    """
     _refuse_gated(model)
     found = survey_of(model, input_size)
     plan.check(found.anatomy)
     record = record_of(model) or Record(found, Plan())
-    if len(record.plan) and record.plan.removal != plan.removal:
+    is_same = record.plan.styles == plan.styles and (record.plan.removal == "authors") == (plan.removal == "authors")
+    if len(record.plan) and not is_same and not (is_temporary and record.plan.fitted):
         raise PlanError(
             f"this model was pruned with removal {record.plan.removal!r} and the plan says {plan.removal!r}; "
             "use the same removal for all layers of a model"
@@ -349,13 +362,14 @@ def _fold_norm(model: nn.Module, ffn: Ffn) -> None:
 def _fold_constant(model: nn.Module, handle: Handle, record: Record) -> bool:
     """Add what a constant adds to the bias before it instead; return whether there is one and it may."""
     constant = model.get_submodule(_parts(handle).core)
-    name = _bias_before(handle, record)
-    if not isinstance(constant, Constant) or name is None:
+    name = _bias_now(handle, record)
+    is_changed = not CHANGES.isdisjoint(_parts(handle).tail)
+    if not isinstance(constant, Constant) or name is None or is_changed:
         return False
     bias = model.get_parameter(name)
-    is_vector = constant.value.shape == _parts(handle).core_layout.vector
-    if bias.ndim == 1 and is_vector:
-        value = constant.value.flatten()
+    value: Tensor
+    if bias.ndim == constant.bias.ndim == 1:
+        value = constant.bias
     elif bias.ndim > 1 and _parts(handle).is_direct:
         value = constant.value
     else:
@@ -367,7 +381,7 @@ def _fold_constant(model: nn.Module, handle: Handle, record: Record) -> bool:
     return True
 
 
-def _bias_before(handle: Handle, record: Record) -> str | None:
+def _bias_now(handle: Handle, record: Record) -> str | None:
     """Return the parameter that is added to the stream right before a branch, where it is now; None if it is gone."""
     name = handle.bias
     for other in record.survey.handles:
@@ -424,16 +438,19 @@ def place_of(model: nn.Module, handle: Handle, style: str) -> Place:
     is_mean = style == "constant"  # over all places, whatever order they are in
     if is_mean or parts.is_direct or parts.gate == parts.core:
         axis = parts.gate_layout.axis - len(parts.gate_layout.shape)
-        return Place(parts.core, parts.gate, parts.scales, stream, parts.is_direct, axis)
+        is_end = parts.is_direct and SAME_PLACES.issuperset(parts.tail)
+        return Place(parts.core, parts.gate, parts.scales, stream, is_end, axis)
     axis = parts.core_layout.axis - len(parts.core_layout.shape)
     return Place(parts.core, parts.core, (), stream, False, axis)
 
 
 def _place_of_ffn(model: nn.Module, handle: Handle, ffn: Ffn) -> Place:
     scales = (ffn.scale,) if ffn.scale else ()
-    stream = (*handle.parts.entry, ffn.first)[0] if handle.parts else ffn.first
+    parts = handle.parts
+    stream = (*parts.entry, parts.core)[0] if parts else ffn.first
+    is_end = ffn.is_end and parts is not None and parts.is_direct
     axis = -3 if isinstance(model.get_submodule(ffn.second), nn.Conv2d) else -1
-    return Place(ffn.first, ffn.second, scales, stream, ffn.is_end, axis)
+    return Place(ffn.first, ffn.second, scales, stream, is_end, axis)
 
 
 def fill_(model: nn.Module, site: Site, values: Tensor | tuple[Tensor, Tensor], fit: Fit) -> nn.Module:
@@ -446,7 +463,8 @@ def fill_(model: nn.Module, site: Site, values: Tensor | tuple[Tensor, Tensor], 
         if isinstance(values, Tensor):
             assert isinstance(module, Constant)
             axis = _parts(handle).core_layout.axis
-            module.value.copy_(values.view(module.value.movedim(axis, -1).shape).movedim(-1, axis))
+            shape = module.value.movedim(axis, -1).shape
+            module.bias.copy_(values.view(shape).movedim(-1, axis).reshape(module.bias.shape))
         else:
             layer = _layer(module.linear if isinstance(module, Mapped) else module)
             assert layer.bias is not None
@@ -454,6 +472,18 @@ def fill_(model: nn.Module, site: Site, values: Tensor | tuple[Tensor, Tensor], 
             layer.bias.copy_(values[1])
     vars(model)[RECORD] = replace(record, plan=replace(record.plan, fits=(*record.plan.fits, fit)))
     return model
+
+
+def _require_empty(handles: list[Handle], plan: Plan, record: Record) -> None:
+    """Refuse to drop an FFN whose bias has taken in what replaced an attention."""
+    full = {h.bias: h.site.block for h in record.survey.handles if h.site.block in record.folded_constants and h.bias}
+    for handle in handles:
+        name = f"{handle.ffn.second}.bias" if handle.ffn and _goes_whole(handle, plan) else None
+        if name in full:
+            raise PlanError(
+                f"the FFN of block {handle.site.block} cannot go: merging has put into its bias what replaced "
+                f"attention {full[name]}; remove both before merging"
+            )
 
 
 def _stand_in(handle: Handle, plan: Plan) -> tuple[str, Removed]:
@@ -486,7 +516,8 @@ def _remove(model: nn.Module, handle: Handle, plan: Plan) -> None:
     if (is_fitted or _goes_whole(handle, plan)) and is_at_end:
         for path in _parts(handle).exits:
             _put(model, path, Pass())
-        for name in _parts(handle).parameters:
+        kept = () if _is_idle(handle, plan) else _parts(handle).early  # a map was fitted to what they give
+        for name in (name for name in _parts(handle).parameters if name not in kept):
             _neutralise(model, name)
 
 
@@ -497,7 +528,8 @@ def _fitted(model: nn.Module, handle: Handle, plan: Plan) -> tuple[str, Removed]
     like = next(model.get_submodule(parts.core).parameters())
     if style in ("constant", "position"):
         shape = layout.vector if style == "constant" else layout.shape
-        return parts.core, Constant(torch.zeros(shape, dtype=like.dtype, device=like.device), parts.extras)
+        bias = torch.zeros(layout.width if style == "constant" else shape, dtype=like.dtype, device=like.device)
+        return parts.core, Constant(nn.Parameter(bias, like.requires_grad), shape, parts.extras)
     zeros = torch.zeros(layout.width, layout.width, dtype=torch.float64, device=like.device)
     is_map = len(layout.shape) == 3 and layout.axis == 0
     return parts.core, Mapped(new_layer(zeros, zeros[0], like, is_map), parts.extras)

@@ -52,6 +52,10 @@ class Parts:
     """LayerScale parameters of the branch that the block itself holds."""
     scales: tuple[str, ...]
     """Those of them that multiply what the gate gives."""
+    early: tuple[str, ...]
+    """Those of them that multiply what the core is given."""
+    tail: tuple[str, ...]
+    """Operations, other than with those parameters, between the gate and the sum."""
     extras: tuple[int | None, ...] | None
     """What the core returns behind its tensor: an argument by its number, or None. No tuple: None."""
     core_layout: Layout
@@ -234,6 +238,8 @@ def _parts(reading: Reading, branch: Branch, inside: list[Inside], core: Inside)
         gate=last.path,
         parameters=tuple(factors.values()),
         scales=tuple(name for i, name in factors.items() if i >= last.call.stop),
+        early=tuple(name for i, name in factors.items() if i < core.call.start),
+        tail=tuple(reading.nodes[i].op for i in sorted(loose) if i >= last.call.stop and i not in factors),
         extras=_extras(core.call),
         core_layout=_layout(reading, core.call, inner),
         gate_layout=_layout(reading, last.call, inner),
@@ -258,7 +264,8 @@ def _layout(reading: Reading, call: Call, inside: set[str]) -> Layout:
 def _bias_before(reading: Reading, branch: Branch) -> str | None:
     """Return the parameter that ends what comes before ``branch``: the bias of an FFN's last layer, or a position's."""
     stream = branch.stream
-    if not branch.interior.issuperset(set(reading.consumers[stream.index]) - {branch.out.index}):
+    is_private = branch.interior.issuperset(set(reading.consumers[stream.index]) - {branch.out.index})
+    if not is_private or stream.index in reading.outputs:
         return None
     before = next((other for other in reading.branches if other.out == stream), None)
     if before is not None:

@@ -64,6 +64,7 @@ class Reading:
 
     def __init__(self, model: nn.Module, trace: Trace) -> None:
         self.nodes = trace.nodes
+        self.outputs = trace.outputs
         # outer before inner, also where both ran the very same nodes
         self.calls = sorted(trace.calls, key=lambda call: (call.start, -call.stop, len(call.path)))
         self.consumers = trace.consumers()

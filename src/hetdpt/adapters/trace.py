@@ -87,6 +87,8 @@ class Call:
 class Trace:
     nodes: list[Node] = field(default_factory=list)
     calls: list[Call] = field(default_factory=list)
+    outputs: frozenset[int] = frozenset()
+    """Nodes that the model hands out, at whatever depth of its answer."""
 
     def consumers(self) -> list[list[int]]:
         """Return for each node the nodes that read it."""
@@ -146,6 +148,9 @@ def _watch(recorder: _Recorder, path: str, module: nn.Module) -> list[Any]:
         values = output if isinstance(output, tuple) else (output,)
         results = tuple(recorder.ref(v) for v in values)
         stop = len(recorder.trace.nodes)
+        if not path:
+            leaves = [recorder.ref(leaf) for leaf in tree_leaves(output)]
+            recorder.trace.outputs = frozenset(leaf.node for leaf in leaves if isinstance(leaf, Ref) and leaf.node)
         recorder.trace.calls.append(Call(path, start, stop, arguments, results, isinstance(output, tuple)))
 
     return [

@@ -66,7 +66,10 @@ def read_removal(text: str) -> str | tuple[str, str]:
 
 
 def with_removal(plan: Plan, removal: str | None, usual: str) -> Plan:
-    """Return ``plan`` with the removal asked for; where nobody says one, the plan neither, with the ``usual`` one."""
+    """Return ``plan`` with the removal asked for; where nobody asks, with its own, or the ``usual`` one for ``plain``.
+
+    A plan that says nothing is ``plain``, so that word in a file does not count as asking.
+    """
     if removal is not None:
         return replace(plan, removal=read_removal(removal))
     return replace(plan, removal=usual) if plan.removal == "plain" else plan

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from hetdpt.calibration import variants_of
-from hetdpt.errors import ModelError, PlanError
+from hetdpt.errors import DataError, ModelError, PlanError
 from hetdpt.measurement.agreement import Damage
 from hetdpt.modules import checked, clone, memory_advice, require_more_than_once, require_takes
 from hetdpt.plan import Site
@@ -109,7 +109,10 @@ class _Court:
     def __init__(self, model: nn.Module, images: Iterable[Tensor], memory: int) -> None:
         self.model, self.images, self.memory = model, images, memory
         dense = clone(model).eval()
-        self.answers = [Probe()(dense, batch).cpu() for batch in checked(images, model, PURPOSE)]
+        self.answers, self.marks = list[Tensor](), list[Tensor]()
+        for batch in checked(images, model, PURPOSE):
+            self.answers.append(Probe()(dense, batch).cpu())
+            self.marks.append(_mark(batch))
         if not all(answers.isfinite().all() for answers in self.answers):
             raise ModelError("the model answers with values that are not finite; check its weights, or use float32")
 
@@ -123,7 +126,9 @@ class _Court:
         found = {site: Damage.to(self.model) for site in variants}
         done, in_all = fits, fits + len(self.answers) * (1 + len(variants))
         scan: Scan[Site] | None = None
-        for dense, images in zip(self.answers, checked(self.images, self.model, PURPOSE), strict=True):
+        stream = checked(self.images, self.model, PURPOSE)
+        for dense, mark, images in zip(self.answers, self.marks, stream, strict=True):
+            _require_same(mark, images)
             with memory_advice(f"{len(images)} images at once do not fit in memory; give smaller batches or memory=0"):
                 scan = scan or Scan(current, variants, Probe(), images, self.memory)
                 for site, answers in scan.answers(images):
@@ -132,6 +137,19 @@ class _Court:
                     done += 1
                     tell(done / in_all)
         return {site: damage.value for site, damage in found.items()}
+
+
+def _mark(images: Tensor) -> Tensor:
+    """Return a number for each image by which it is known again."""
+    return images.float().flatten(1).mean(1).cpu()
+
+
+def _require_same(mark: Tensor, images: Tensor) -> None:
+    if len(mark) != len(images) or not torch.allclose(mark, _mark(images), rtol=1e-4, atol=1e-6):
+        raise DataError(
+            "choosing layers goes over the images once for each layer, but they came in another order than before; "
+            "give a loader that does not shuffle or augment"
+        )
 
 
 def _ready(model: nn.Module, removal: Removal, batches: Iterable[Tensor]) -> nn.Module:

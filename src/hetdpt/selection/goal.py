@@ -61,7 +61,7 @@ class OneShotConfig:
     @property
     def is_fitted(self) -> bool:
         """Whether replacements are fitted on images, for one kind of layer at least."""
-        return any(Plan(removal=self.removal).is_fitted(kind) for kind in KINDS)
+        return Plan(removal=self.removal).is_any_fitted
 
 
 @dataclass(frozen=True)
