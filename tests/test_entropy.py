@@ -139,6 +139,25 @@ def test_greedy_order_goes_on_from_a_pruned_model_with_its_own_removal(model: nn
     assert set(order) == set(hetdpt.sites(model))
 
 
+def test_calibrated_removal_is_fitted_before_it_is_compared(model: nn.Module, vit: Family) -> None:
+    """Each site by itself as ``calibrate_`` would replace it; a constant attention then carries nothing."""
+    for parameter in model.get_submodule("blocks.1.attn.proj").parameters():
+        nn.init.zeros_(parameter) if parameter.ndim > 1 else nn.init.ones_(parameter)
+    batches = batches_of(vit)
+    dense = naive_entropy(model, batches)
+    found = transfer_entropy(model, batches, removal="calibrated")
+    for site, value in found.items():
+        plan = hetdpt.Plan(**{site.kind: (site.block,)}, removal="calibrated")
+        alone = hetdpt.calibrate_(clone(model), plan, batches)
+        assert value == pytest.approx(abs(dense - naive_entropy(alone, batches)), abs=1e-6)
+    order = greedy_order(model, batches, 2, removal="calibrated")
+    first = next(iter(order))
+    assert (first.kind, first.block) == ("attention", 1)
+    assert order[first] == pytest.approx(0, abs=1e-4)
+    with pytest.raises(DataError, match="goes over the images twice: to fit the replacements, and to compare"):
+        transfer_entropy(model, iter(batches), removal="calibrated")
+
+
 def test_signed_keeps_the_sign(model: nn.Module, vit: Family) -> None:
     signed = transfer_entropy(model, batches_of(vit), signed=True)
     assert {value > 0 for value in signed.values()} == {True, False}

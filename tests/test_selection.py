@@ -184,6 +184,14 @@ def test_what_cannot_be_chosen_is_refused_in_a_sentence(model: Any, vit: Family)
         next(choose(model, batches, gains, 1))
 
 
+def test_images_that_come_in_another_order_each_time_are_refused(model: nn.Module, vit: Family) -> None:
+    """Answers of the dense model are kept, and would be compared with those to other images."""
+    images = torch.cat(batches_of(vit))
+    loader = torch.utils.data.DataLoader(images, batch_size=4, shuffle=True)  # type: ignore[arg-type]
+    with pytest.raises(DataError, match="came in another order than before; give a loader that does not shuffle"):
+        list(choose(model, loader, gains_of(model, vit), target=2))
+
+
 def test_answers_that_are_not_finite_are_no_choice(model: Any, vit: Family) -> None:
     model.blocks[1].mlp.act = nn.Sigmoid()
     with torch.no_grad():

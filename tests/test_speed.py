@@ -92,6 +92,8 @@ def test_latency_table_of_a_pruned_model_and_of_gated_ffns(model: nn.Module) -> 
     hetdpt.restore_(hetdpt.gate_(gated))  # leaves a record, but of nothing removed
     again = hetdpt.latency_table(gated, batch=1, runs=1, warmup=0, removal=("skip", "drop"))
     assert len(again.savings) == 6
+    fitted = hetdpt.latency_table(gated, batch=1, runs=1, warmup=0, removal="calibrated")  # needs no images
+    assert len(fitted.savings) == 6
     in_parts = named("hf Swinv2ForImageClassification").build()  # its FFNs cannot go as a whole
     assert len(hetdpt.latency_table(in_parts, batch=1, runs=1, warmup=0, removal=("skip", "drop")).savings) == 4
 
