@@ -1,12 +1,11 @@
 """Accuracy without training: one layer removed under every style, and several, against other ways to make it faster.
 
-    python benchmarks/oneshot.py sites   [--out benchmarks/results/oneshot_sites.json]
-    python benchmarks/oneshot.py counts  [--out benchmarks/results/oneshot_counts.json]
-    python benchmarks/oneshot.py tables  (what docs/oneshot.md shows of them)
+    python benchmarks/oneshot.py sites | counts | blocks [--images 256] [--judge 64]
+    python benchmarks/oneshot.py tables  (what docs/oneshot.md shows of benchmarks/results/oneshot_*.json)
 
 ``sites`` removes each layer of the real ViT-Tiny by itself. ``counts`` removes 2, 4, 6 and 8 layers chosen by damage,
-calibrated and plain, of both kinds and of attention alone; and replaces 1, 2, 3, ... whole blocks by linear maps (the
-idea of ReplaceMe and TOAST, written here as a baseline), to which it compares calibrated removal at equal MACs. All fit
+calibrated and plain, of both kinds and of attention alone. ``blocks`` replaces 1, 2, 3, 4 whole blocks by linear maps
+(the idea of ReplaceMe and TOAST, written here as a baseline), and compares calibrated removal at equal MACs. All fit
 on the same training images without labels, choose by the same damage on others, and are scored on the same 1,000
 validation images; differences are paired (exact McNemar test). Needs ``../shared/data`` and says so where it is absent.
 """
@@ -114,22 +113,36 @@ WAYS: dict[str, tuple[Any, str | None]] = {
 }
 
 
-def by_count(bench: Bench) -> dict[str, Any]:
-    """Return the accuracy after 2, 4, 6, 8 removals, and at the MACs of whole blocks replaced."""
-    dense = bench.right(bench.model)
-    offered = hetdpt.sites(bench.model, SIZE)
-    rows: list[dict[str, Any]] = []
-    print(f"dense: {100 * dense.float().mean():.1f} %", flush=True)
+class Rows:
+    """Results as they come, each written at once in place of an earlier one of the same name."""
 
-    def report(way: str, count: int, model: nn.Module, **more: Any) -> Tensor:
-        right = bench.right(model)
-        accuracy, fewer = 100 * right.float().mean().item(), bench.macs(bench.model) / bench.macs(model)
-        damage = measure_damage(bench.model, model, bench.judge)
-        rows.append({"way": way, "count": count, "accuracy": accuracy, "mac_ratio": fewer, "damage": damage, **more})
-        print(f"{way}, {count}: {accuracy:.1f} %, {fewer:.3f}x fewer MACs, damage {damage:.3f}", flush=True)
+    def __init__(self, bench: Bench, out: Path, about: dict[str, Any]) -> None:
+        self.bench, self.out, self.about = bench, out, about
+        self.rows: list[dict[str, Any]] = json.loads(out.read_text())["rows"] if out.is_file() else []
+
+    def add(self, way: str, count: int, model: nn.Module, rival: Tensor | None = None, **more: Any) -> Tensor:
+        """Score ``model`` and return what it gets right; ``rival`` is what another one does."""
+        bench, right = self.bench, self.bench.right(model)
+        row = {
+            "way": way,
+            "count": count,
+            "accuracy": 100 * right.float().mean().item(),
+            "mac_ratio": bench.macs(bench.model) / bench.macs(model),
+            "damage": measure_damage(bench.model, model, bench.judge),
+            **(mcnemar(right, rival) if rival is not None else {}),
+            **more,
+        }
+        self.rows = [old for old in self.rows if (old["way"], old["count"]) != (way, count)] + [row]
+        self.out.write_text(json.dumps({**self.about, "rows": self.rows}, indent=1) + "\n")
+        print(f"{way}, {count}: {row['accuracy']:.1f} %, {row['mac_ratio']:.3f}x fewer MACs", flush=True)
         return right
 
-    for way, (removal, kind) in WAYS.items():
+
+def by_count(bench: Bench, rows: Rows, ways: list[str]) -> None:
+    """Score 2, 4, 6, 8 removals, chosen one after another."""
+    offered = hetdpt.sites(bench.model, SIZE)
+    for way in ways:
+        removal, kind = WAYS[way]
         gains = {site: 1.0 for site in offered if kind in (None, site.kind)}
         begun, chosen = time.monotonic(), list[hetdpt.Site]()
         for choice in choose(bench.model, bench.batches, gains, max(COUNTS), judge=bench.judge, removal=removal):
@@ -137,23 +150,25 @@ def by_count(bench: Bench) -> dict[str, Any]:
             if len(chosen) in COUNTS:
                 plan = plan_of(chosen, removal)
                 seconds = round(time.monotonic() - begun)
-                report(way, len(chosen), bench.pruned(plan), plan=json.loads(plan.to_json()), seconds=seconds)
+                rows.add(way, len(chosen), bench.pruned(plan), plan=str(plan), seconds=seconds)
 
+
+def by_block(bench: Bench, rows: Rows) -> None:
+    """Score whole blocks replaced, and calibrated removal with at most as many MACs."""
     known = ready(bench.model, "calibrated", SIZE)
-    saved = {site: float(bench.macs(bench.model) - bench.macs(merge_(without(known, site)))) for site in offered}
+    dense = bench.macs(bench.model)
+    saved = {site: float(dense - bench.macs(merge_(without(known, site)))) for site in hetdpt.sites(known)}
     cheapest = choose(bench.model, bench.batches, saved, sum(saved.values()), judge=bench.judge)
     chosen = list[hetdpt.Site]()
     for way, find in {"blocks, one by one": single_blocks, "blocks, a run of them": runs_of_blocks}.items():
         for count, (blocks, model) in enumerate(find(bench), 1):
-            theirs = report(way, count, model, blocks=blocks)
-            target = bench.macs(bench.model) - bench.macs(model)
+            theirs = rows.add(way, count, model, blocks=blocks)
+            target = dense - bench.macs(model)
             while sum(saved[site] for site in chosen) < target:
                 chosen.append(next(cheapest).site)
             enough = next(n for n in range(len(chosen) + 1) if sum(saved[site] for site in chosen[:n]) >= target)
             plan = plan_of(chosen[:enough], "calibrated")
-            ours = report(f"calibrated, at the MACs of {count} {way}", enough, bench.pruned(plan), plan=str(plan))
-            rows[-1] |= mcnemar(ours, theirs)
-    return {"dense": 100 * dense.float().mean().item(), "rows": rows}
+            rows.add(f"calibrated, at the MACs of {count} {way}", enough, bench.pruned(plan), theirs, plan=str(plan))
 
 
 def plan_of(sites: list[hetdpt.Site], removal: Any) -> Plan:
@@ -242,35 +257,37 @@ def print_tables() -> None:
     print("|---" * (len(styles) + 1) + "|")
     for block in range(12):
         print(f"| {block} |", " | ".join(cells[kind, block, style] for kind, style in styles), "|")
-    counts = json.loads(Path("benchmarks/results/oneshot_counts.json").read_text())
     print()
-    for row in counts["rows"]:
-        paired = f"{row['only_ours']} : {row['only_theirs']}, p = {row['p']:.1g}" if "p" in row else ""
-        print(f"| {row['way']} | {row['count']} | {row['mac_ratio']:.3f}x | {row['accuracy']:.1f} | {paired} |")
+    for part in ("counts", "blocks"):
+        for row in json.loads(Path(f"benchmarks/results/oneshot_{part}.json").read_text())["rows"]:
+            paired = f"{row['only_ours']} : {row['only_theirs']}, p = {row['p']:.1g}" if "p" in row else ""
+            print(f"| {row['way']} | {row['count']} | {row['mac_ratio']:.3f}x | {row['accuracy']:.1f} | {paired} |")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=("sites", "counts", "tables"))
+    parser.add_argument("part", choices=("sites", "counts", "blocks", "tables"))
     parser.add_argument("--images", type=int, default=256)
-    parser.add_argument("--judge", type=int, default=128)
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--judge", type=int, default=64)
+    parser.add_argument("--ways", nargs="*", default=list(WAYS), choices=WAYS)
     options = parser.parse_args()
     if options.part == "tables":
         return print_tables()
     if not DATA.is_dir():
         sys.exit(f"{DATA} is absent; this benchmark needs the real ViT-Tiny and its images")
-    begun = time.monotonic()
-    found = (by_site if options.part == "sites" else by_count)(Bench(options.images, options.judge))
-    result = {
+    out = Path(f"benchmarks/results/oneshot_{options.part}.json")
+    about = {
         "command": f"python benchmarks/oneshot.py {options.part} --images {options.images} --judge {options.judge}",
         "device": f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads, float32",
         "versions": versions(),
-        "seconds": round(time.monotonic() - begun),
-        **found,
     }
-    out = options.out or Path(f"benchmarks/results/oneshot_{options.part}.json")
-    out.write_text(json.dumps(result, indent=1) + "\n")
+    bench = Bench(options.images, options.judge)
+    if options.part == "sites":
+        out.write_text(json.dumps({**about, **by_site(bench)}, indent=1) + "\n")
+    elif options.part == "counts":
+        by_count(bench, Rows(bench, out, about), options.ways)
+    else:
+        by_block(bench, Rows(bench, out, about))
 
 
 if __name__ == "__main__":

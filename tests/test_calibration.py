@@ -566,14 +566,31 @@ def family(request: pytest.FixtureRequest) -> Family:
     return request.param
 
 
-def test_every_family_is_closer_than_plain_and_merges(family: Family) -> None:
+KINDS_OF_FAMILIES = [
+    *("vit_tiny_patch16_224", "vit_small_patch14_dinov2", "beit_base_patch16_224", "eva02_tiny_patch14_224"),
+    *("cait_xxs24_224", "swin_tiny_patch4_window7_224", "swinv2_tiny_window8_256", "coatnet_nano_rw_224"),
+    *("hf ViTForImageClassification", "hf Swinv2ForImageClassification", "hf Dinov2 SwiGLU"),
+]
+
+
+@pytest.mark.parametrize("label", KINDS_OF_FAMILIES)
+def test_kinds_of_families(label: str) -> None:
+    closer_than_plain_and_the_same_when_merged(named(label))
+
+
+@pytest.mark.slow
+def test_every_family(family: Family) -> None:
+    closer_than_plain_and_the_same_when_merged(family)
+
+
+def closer_than_plain_and_the_same_when_merged(family: Family) -> None:
     """On the images it was fitted on, calibrated is closer to dense than plain; merged is the same."""
     model = family.build()
     plain = family.plan(hetdpt.sites(model, family.size))
     batches = batches_of(family)
     dense = run(model, batches[0])
     left_out = run(hetdpt.prune_(family.build(), plain, family.size), batches[0])
-    calibrate_(model, Plan(plain.attention, plain.activation), iter(batches))
+    calibrate_(model, Plan(plain.attention, plain.activation), batches)
     calibrated = run(model, batches[0])
     assert error(calibrated, dense) < error(left_out, dense)
     assert distance(run(hetdpt.merge_(model), batches[0]), calibrated) < ROUNDING
