@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from hetdpt.adapters.anatomy import Handle
 from hetdpt.errors import DataError, ModelError, PlanError
 from hetdpt.fold import Means, Moments, exact, fit_linear, fit_mean
-from hetdpt.modules import checked, clone, memory_advice, require_takes
+from hetdpt.modules import checked, clone, memory_advice
 from hetdpt.plan import Fit, Plan, Site
-from hetdpt.surgery import fill_, place_, place_of, ready, record_of, without
+from hetdpt.surgery import fill_, place_, place_of, ready_for, record_of, without
 
 FOLDS = 4  # parts of the images, each held out once
 SUMS = 2 << 30  # bytes of sums in one pass over the images
@@ -86,8 +86,7 @@ def calibrate_(
     first = next(stream)
     size = first.shape[1], first.shape[2], first.shape[3]
     place_(clone(model), plan, size)  # what does not fit is refused before anything is fitted
-    require_takes(clone(model).eval(), first)
-    dense = ready(model, plan.removal, size)
+    dense = ready_for(first, model, plan.removal)
     going = _going(dense, plan)
     if is_once:
         asked = {handle.site: (plan.style_of(handle.site.kind),) for handle in going if _is_fitted(handle, plan)}

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from hetdpt.calibration import is_fitted, variants_of
 from hetdpt.errors import DataError, ModelError, PlanError
-from hetdpt.modules import checked, clone, memory_advice, require_more_than_once, require_takes
+from hetdpt.modules import checked, memory_advice, require_more_than_once
 from hetdpt.plan import Kind, Site
-from hetdpt.surgery import Removal, ready, removable
+from hetdpt.surgery import Removal, ready_for, removable
 from hetdpt.variants import MEMORY, Probe, ProbeName, Scan
 
 Progress = Callable[[int, int], None]
@@ -64,7 +64,7 @@ def transfer_entropy(
     """
     stream = checked(batches, model, PURPOSE)
     first = next(stream)
-    base = _ready(model, removal, first)
+    base = ready_for(first, model, removal)
     if is_fitted(base):
         require_more_than_once(batches, "twice: to fit the replacements, and to compare")
     variants = variants_of(base, removable(base, sites), batches)
@@ -94,7 +94,7 @@ def greedy_order(
     """
     require_more_than_once(batches, "once for each site")
     first = next(checked(batches, model, PURPOSE))
-    pruned = _ready(model, removal, first)
+    pruned = ready_for(first, model, removal)
     looked_at = Probe.of(probe, pruned, first, PURPOSE)
     left = [site for site in removable(pruned) if kind in (None, site.kind)]
     if len(left) < count:
@@ -194,9 +194,3 @@ def transfer(dense: float, entropy: float, signed: bool = False) -> float:
     if not isfinite(entropy):
         return inf
     return dense - entropy if signed else abs(dense - entropy)
-
-
-def _ready(model: nn.Module, removal: Removal, images: Tensor) -> nn.Module:
-    channels, height, width = images.shape[1:]
-    require_takes(clone(model).eval(), images)
-    return ready(model, removal, (channels, height, width))

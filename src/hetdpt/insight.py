@@ -25,9 +25,9 @@ from hetdpt.errors import DataError
 from hetdpt.measurement.agreement import Damage
 from hetdpt.measurement.costs import Costs
 from hetdpt.measurement.speed import latency_table
-from hetdpt.modules import checked, clone, memory_advice, require_more_than_once, require_takes
+from hetdpt.modules import checked, memory_advice, require_more_than_once
 from hetdpt.plan import ATTENTION_STYLES, FITTED_STYLES, Measurement, Plan, Site
-from hetdpt.surgery import merge_, ready, record_of, why_not_removable, without
+from hetdpt.surgery import merge_, ready_for, record_of, why_not_removable, without
 from hetdpt.variants import MEMORY, Probe, Scan
 
 LIMIT = 0.5
@@ -203,8 +203,7 @@ def scan(
     stream = checked(batches, model, PURPOSE)
     first = next(stream)
     size = first.shape[1], first.shape[2], first.shape[3]
-    require_takes(clone(model).eval(), first)
-    base = ready(model, "plain", size)
+    base = ready_for(first, model, "plain")
     offered = _offered(base)
     seen = _Counted(chain([first], stream))
     fits = _fit(base, offered, seen, progress, length_hint(batches))

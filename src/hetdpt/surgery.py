@@ -24,7 +24,7 @@ from hetdpt.adapters.models import input_size_of
 from hetdpt.errors import PlanError
 from hetdpt.fold import Layer, add, fold_norm, fold_pair, is_cheaper_folded, new_layer
 from hetdpt.gates import Behind, Constant, Gate, Mapped, Pass, Removed, StreamGelu, Zero
-from hetdpt.modules import clone
+from hetdpt.modules import clone, require_takes
 from hetdpt.plan import Fit, Plan, Site
 
 InputSize = tuple[int, int, int]
@@ -176,6 +176,13 @@ def ready(model: nn.Module, removal: Removal, input_size: InputSize | None = Non
     is_pruned = record is not None and len(record.plan) > 0
     known = Plan(removal=record.plan.removal if record and is_pruned else removal)
     return place_(clone(model).eval(), known, input_size)
+
+
+def ready_for(images: Tensor, model: nn.Module, removal: Removal) -> nn.Module:
+    """Do what ``ready`` does, for a model that takes ``images`` (B, C, H, W); ``DataError`` where it does not."""
+    require_takes(clone(model).eval(), images)
+    channels, height, width = images.shape[1:]
+    return ready(model, removal, (channels, height, width))
 
 
 def without(model: nn.Module, site: Site, style: str | None = None) -> nn.Module:

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from hetdpt.calibration import variants_of
 from hetdpt.errors import DataError, ModelError, PlanError
 from hetdpt.measurement.agreement import Damage
-from hetdpt.modules import checked, clone, memory_advice, require_more_than_once, require_takes
+from hetdpt.modules import checked, clone, memory_advice, require_more_than_once
 from hetdpt.plan import Site
-from hetdpt.surgery import Removal, ready, removable
+from hetdpt.surgery import Removal, ready_for, removable
 from hetdpt.variants import MEMORY, Probe, Scan
 
 Progress = Callable[[int, int], None]
@@ -78,7 +78,7 @@ def choose(
     judge = batches if judge is None else judge
     for images in (batches, judge):
         require_more_than_once(images, "once for each layer")
-    current = _ready(model, removal, batches)
+    current = ready_for(next(checked(batches, model, PURPOSE)), model, removal)
     left = removable(current, [site for site, gain in gains.items() if gain > 0])
     reached = sum(choice.gain for choice in chosen)
     if reached >= target:
@@ -150,13 +150,6 @@ def _require_same(mark: Tensor, images: Tensor) -> None:
             "choosing layers goes over the images once for each layer, but they came in another order than before; "
             "give a loader that does not shuffle or augment"
         )
-
-
-def _ready(model: nn.Module, removal: Removal, batches: Iterable[Tensor]) -> nn.Module:
-    images = next(checked(batches, model, PURPOSE))
-    require_takes(clone(model).eval(), images)
-    channels, height, width = images.shape[1:]
-    return ready(model, removal, (channels, height, width))
 
 
 def _part_of(progress: Progress | None, step: int, steps: int) -> Callable[[float], None]:
