@@ -22,7 +22,7 @@ from test_selection import time_table
 from torch import Tensor, nn
 
 import hetdpt
-from hetdpt import pipeline
+from hetdpt import oneshot
 from hetdpt.calibration import calibrate_
 from hetdpt.errors import DataError, FileError, PlanError
 from hetdpt.files import sha256
@@ -40,7 +40,7 @@ SMALL = ("--data", "demo", "--images", 24, "--judge-images", 12, "--batch-size",
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pipeline, "TIMING_SECONDS", 0.0)  # the five rounds that are the least
+    monkeypatch.setattr(oneshot, "TIMING_SECONDS", 0.0)  # the five rounds that are the least
 
 
 @pytest.fixture(scope="module")
@@ -216,7 +216,7 @@ def test_what_is_there_is_not_overwritten_by_chance(tmp_path: Path, dense: nn.Mo
 def clock(monkeypatch: pytest.MonkeyPatch, dense: nn.Module) -> list[float]:
     """Return the speedups that will be measured, one after another; each site saves 10 of 100 ms."""
     measured: list[float] = []
-    measure = pipeline.measure_throughput
+    measure = oneshot.measure_throughput
 
     def timed(models: dict[str, nn.Module], *args: Any, **options: Any) -> Any:
         value = measured.pop(0)
@@ -226,7 +226,7 @@ def clock(monkeypatch: pytest.MonkeyPatch, dense: nn.Module) -> list[float]:
         return time_table(dense, [10.0] * 6)
 
     monkeypatch.setattr(goals, "latency_table", table)
-    monkeypatch.setattr(pipeline, "measure_throughput", timed)
+    monkeypatch.setattr(oneshot, "measure_throughput", timed)
     return measured
 
 
