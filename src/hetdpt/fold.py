@@ -215,22 +215,22 @@ def fit_linear(folds: Sequence[Moments]) -> LinearFit:
     errors = [0.0] * len(RIDGES)
     for fold in full:
         rest = Moments.sum([other for other in full if other is not fold] or [fold])
-        for number, (matrix, bias) in enumerate(_solutions(rest)):
+        for number, (matrix, bias) in enumerate(_solutions(rest, RIDGES)):
             errors[number] += fold.error(matrix, bias)
     whole = Moments.sum(full)
     best = errors.index(min(errors))
-    matrix, bias = _solutions(whole)[best]
+    [(matrix, bias)] = _solutions(whole, RIDGES[best : best + 1])
     r2 = 1 - errors[best] / whole.energy if whole.energy else 1.0
     return LinearFit(matrix.T, bias, RIDGES[best], r2)
 
 
-def _solutions(moments: Moments) -> list[tuple[Tensor, Tensor]]:
-    """Return (W^T, b) for each ridge."""
+def _solutions(moments: Moments, ridges: Sequence[float]) -> list[tuple[Tensor, Tensor]]:
+    """Return (W^T, b) for each of ``ridges``."""
     values, vectors = torch.linalg.eigh(moments.xx)
     values = values.clamp(min=0)
     projected = vectors.T @ moments.xy
     mean = values.mean().clamp(min=torch.finfo(values.dtype).tiny)
-    matrices = [vectors @ (projected / (values + ridge * mean)[:, None]) for ridge in RIDGES]
+    matrices = [vectors @ (projected / (values + ridge * mean)[:, None]) for ridge in ridges]
     return [(matrix, moments.mean_y - moments.mean_x @ matrix) for matrix in matrices]
 
 
