@@ -24,7 +24,7 @@ from hetdpt.errors import DataError, ModelError, PlanError
 from hetdpt.fold import Means, Moments, exact, fit_linear, fit_mean
 from hetdpt.modules import checked, clone, memory_advice
 from hetdpt.plan import Fit, Plan, Site
-from hetdpt.surgery import fill_, place_, place_of, ready_for, record_of, without
+from hetdpt.surgery import fill_, known, place_, place_of, ready_for, without
 
 FOLDS = 4  # parts of the images, each held out once
 SUMS = 2 << 30  # bytes of sums in one pass over the images
@@ -107,8 +107,7 @@ def replaced(model: nn.Module, fitted: Fitted) -> nn.Module:
 
 def is_fitted(model: nn.Module) -> bool:
     """Whether the removal that a model is ``ready`` for is fitted on images, for one kind of layer at least."""
-    record = record_of(model)
-    assert record is not None
+    record = known(model)
     return record.plan.is_any_fitted
 
 
@@ -117,8 +116,7 @@ def variants_of(model: nn.Module, sites: Iterable[Site], batches: Iterable[Tenso
 
     Where that is fitted, all replacements are fitted in one pass over ``batches``, each as if it were the only one.
     """
-    record = record_of(model)
-    assert record is not None
+    record = known(model)
     sites = list(sites)
     asked = {site: (record.plan.style_of(site.kind),) for site in sites if record.plan.is_fitted(site.kind)}
     found = {site: fitted for (site, _), fitted in fit_sites(model, asked, batches).items()} if asked else {}
@@ -141,8 +139,7 @@ def fit_sites(
     made so far; ``before`` are replacements whose residuals say how much each token counts. Where the sums of all of
     them would take more than ``SUMS`` bytes, and the images can be read again, there are more passes.
     """
-    record = record_of(model)
-    assert record is not None
+    record = known(model)
     handles = {handle.site: handle for handle in record.survey.handles}
     sums = [
         _Sums(model, handles[site], style, (before or {}).get((site, style)))
@@ -219,8 +216,7 @@ def _move(progress: Progress, step: int, steps: int, done: int, batches: int) ->
 
 def _going(dense: nn.Module, plan: Plan) -> list[Handle]:
     """Return the sites that ``plan`` removes and that are still there, in order of execution."""
-    record = record_of(dense)
-    assert record is not None
+    record = known(dense)
     return [h for h in record.survey.handles if plan.removes(h.site) and not record.plan.removes(h.site)]
 
 

@@ -27,7 +27,7 @@ from hetdpt.measurement.costs import Costs
 from hetdpt.measurement.speed import latency_table
 from hetdpt.modules import checked, memory_advice, require_more_than_once
 from hetdpt.plan import ATTENTION_STYLES, FITTED_STYLES, Measurement, Plan, Site
-from hetdpt.surgery import merge_, ready_for, record_of, why_not_removable, without
+from hetdpt.surgery import known, merge_, ready_for, why_not_removable, without
 from hetdpt.variants import MEMORY, Probe, Scan
 
 LIMIT = 0.5
@@ -230,8 +230,7 @@ def scan(
 
 def _offered(model: nn.Module) -> list[Variant]:
     """Return every site that is left, with every style that can remove it."""
-    record = record_of(model)
-    assert record is not None
+    record = known(model)
     left = [handle for handle in record.survey.handles if not record.plan.removes(handle.site)]
     return [(handle.site, style) for handle in left for style in _styles(handle, record.plan)]
 
@@ -357,8 +356,7 @@ def _ms_saved(
     model: nn.Module, size: tuple[int, int, int], batch: int | None, progress: Progress | None
 ) -> tuple[Measurement, dict[Variant, Measurement]]:
     """Return the time of ``model`` for a batch, and what each style of ``TIMED`` saves of it."""
-    record = record_of(model)
-    assert record is not None
+    record = known(model)
     removals = [record.plan.styles] if len(record.plan) else [*TIMED]
     saved: dict[Variant, Measurement] = {}
     tables = []

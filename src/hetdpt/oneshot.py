@@ -30,7 +30,7 @@ from hetdpt.plan import KINDS, Plan
 from hetdpt.runs import Run
 from hetdpt.selection.damage import Choice, choose
 from hetdpt.selection.goal import Goal, OneShotConfig
-from hetdpt.surgery import InputSize, merge_, prune_, record_of
+from hetdpt.surgery import InputSize, known, merge_, prune_
 
 PLAN_FILE, ONESHOT_FILE = "plan.json", "oneshot.json"
 ATTEMPTS = 3  # at a speedup, each with more layers than the one before
@@ -100,8 +100,7 @@ def oneshot_into(
             speed = measure_throughput(models, job.size, seconds=TIMING_SECONDS, progress=job.stage("timing"))
             if not chosen.wants_more(speed, config):
                 break
-        record = record_of(models["pruned"])
-        assert record is not None
+        record = known(models["pruned"])
         found = OneShot(
             plan=record.plan,
             choices=tuple(chosen.choices),

@@ -55,6 +55,13 @@ def record_of(model: nn.Module) -> Record | None:
     return vars(model).get(RECORD)
 
 
+def known(model: nn.Module) -> Record:
+    """Return what has been done to a model that is pruned, or ``ready`` to be."""
+    record = record_of(model)
+    assert record is not None
+    return record
+
+
 def survey_of(model: nn.Module, input_size: InputSize | None = None) -> Survey:
     """Return where the layers of ``model`` are or, in a pruned one, were."""
     record = record_of(model)
@@ -190,8 +197,7 @@ def without(model: nn.Module, site: Site, style: str | None = None) -> nn.Module
 
     A replacement that is to be fitted has no values yet.
     """
-    record = record_of(model)
-    assert record is not None
+    record = known(model)
     removal = record.plan.removal
     if style not in (None, record.plan.style_of(site.kind)):
         removal = (style or "", "identity") if site.kind == "attention" else ("skip", style or "")
@@ -200,8 +206,7 @@ def without(model: nn.Module, site: Site, style: str | None = None) -> nn.Module
 
 def removable(model: nn.Module, asked: Iterable[Site] | None = None) -> list[Site]:
     """Return the sites asked for, or all that a model that is ``ready`` can lose; ``PlanError`` if one cannot go."""
-    record = record_of(model)
-    assert record is not None
+    record = known(model)
     left = {handle.site: handle for handle in record.survey.handles if not record.plan.removes(handle.site)}
     if asked is None:
         return [site for site, handle in left.items() if why_not_removable(handle, record.plan) is None]
@@ -246,8 +251,7 @@ def merge_blocks_(
     Of ``folded_constants`` those are passed over that nothing can take in.
     """
     _refuse_gated(model)
-    record = record_of(model)
-    assert record is not None
+    record = known(model)
     ffns = {h.site.block: h.ffn for h in record.survey.handles if _is_linear(h, record.plan) and h.ffn}
     merged, folded, taken_in = [*record.merged], [*record.folded_norms], [*record.folded_constants]
     for block in blocks:
@@ -462,8 +466,7 @@ def _place_of_ffn(model: nn.Module, handle: Handle, ffn: Ffn) -> Place:
 
 def fill_(model: nn.Module, site: Site, values: Tensor | tuple[Tensor, Tensor], fit: Fit) -> nn.Module:
     """Set the values of a replacement that ``place_`` made: a constant, or a matrix and a bias."""
-    record = record_of(model)
-    assert record is not None
+    record = known(model)
     handle = next(handle for handle in record.survey.handles if handle.site == site)
     module = model.get_submodule(handle.ffn.first if handle.ffn else _parts(handle).core)
     with torch.no_grad():
