@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 import warnings
@@ -47,9 +48,11 @@ def main() -> None:
     except (HetDPTError, OSError) as error:
         rank = os.environ.get("RANK", "0")
         typer.echo(f"error: {error}" if rank == "0" else f"error in process {rank}: {error}", err=True)
+        _leave(2)
         sys.exit(2)
-    finally:
-        _leave()
+    except SystemExit as end:  # typer's way of being done
+        _leave(end.code)
+        raise
 
 
 @app.callback(invoke_without_command=True)
@@ -61,13 +64,22 @@ def _version(version: Annotated[bool, typer.Option("--version", help="Print the 
         raise typer.Exit
 
 
-def _leave() -> None:
-    """Leave the group of processes in order; its threads would else be cut off, and now and then abort the process."""
-    if "torch.distributed" in sys.modules:
-        import torch.distributed as dist
+def _leave(code: object) -> None:
+    """End this process with exit code ``code`` if it is one of a group.
 
-        if dist.is_available() and dist.is_initialized():
-            dist.destroy_process_group()
+    Threads of the group outlive ``destroy_process_group`` where something still holds it. At the end of the program
+    they now and then abort the process, so the end is left out: what Python has to do is done, the rest is memory.
+    """
+    if "torch.distributed" not in sys.modules:
+        return
+    import torch.distributed as dist
+
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code if isinstance(code, int) else int(code is not None))
 
 
 def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
