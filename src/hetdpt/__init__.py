@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from hetdpt.measurement.costs import count_macs, count_params
     from hetdpt.measurement.speed import latency_table, measure_throughput
     from hetdpt.plan import Budget, Measurement, Plan, Sample, Site
+    from hetdpt.predictor.allocate import Allocation, Split, allocate, frontier
+    from hetdpt.predictor.polynomial import Predictor, fit_predictor
+    from hetdpt.predictor.prices import Price, Prices
     from hetdpt.published import published_plan, published_plans
     from hetdpt.recovery import RecoverConfig, recover
     from hetdpt.surgery import gate_, gates_of, merge_, prune_, restore_, sites
@@ -50,6 +53,9 @@ _HOMES = {
     "hetdpt.measurement.costs": ("count_macs", "count_params"),
     "hetdpt.measurement.speed": ("latency_table", "measure_throughput"),
     "hetdpt.plan": ("Budget", "Measurement", "Plan", "Sample", "Site"),
+    "hetdpt.predictor.allocate": ("Allocation", "Split", "allocate", "frontier"),
+    "hetdpt.predictor.polynomial": ("Predictor", "fit_predictor"),
+    "hetdpt.predictor.prices": ("Price", "Prices"),
     "hetdpt.published": ("published_plan", "published_plans"),
     "hetdpt.recovery": ("RecoverConfig", "recover"),
     "hetdpt.surgery": ("gate_", "gates_of", "merge_", "prune_", "restore_", "sites"),
@@ -59,6 +65,7 @@ _HOMES = {
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 
 __all__ = [
+    "Allocation",
     "Augmentation",
     "Base",
     "Budget",
@@ -66,17 +73,24 @@ __all__ = [
     "HetDPTError",
     "Measurement",
     "Plan",
+    "Predictor",
+    "Price",
+    "Prices",
     "RecoverConfig",
     "Sample",
     "Scores",
     "Site",
+    "Split",
     "TrainConfig",
+    "allocate",
     "calibrate_",
     "count_macs",
     "count_params",
     "create",
     "evaluate",
     "export_onnx",
+    "fit_predictor",
+    "frontier",
     "gate_",
     "gates_of",
     "latency_table",

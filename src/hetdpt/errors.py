@@ -33,6 +33,10 @@ class FileError(HetDPTError):
     """A file or directory that is missing, damaged, or would be overwritten."""
 
 
+class PredictError(HetDPTError):
+    """Samples that no accuracy can be predicted from, or a budget that no split of it meets."""
+
+
 class MeasureError(HetDPTError):
     """A measurement that was asked for wrongly."""
 

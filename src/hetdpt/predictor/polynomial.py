@@ -1,0 +1,292 @@
+"""MAP, the model accuracy predictor (paper, stage 1, step 1): a polynomial in the retained ratios. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import comb, isfinite, sqrt
+from typing import Any
+
+import numpy as np
+from scipy.stats import t as student_t
+from sklearn.model_selection import LeavePOut
+from sklearn.preprocessing import PolynomialFeatures
+
+from hetdpt.errors import PredictError
+from hetdpt.plan import Budget, Sample
+
+DEGREES = (1, 2, 3, 4)
+LEVEL = 0.95  # of intervals
+POOR = 0.8  # of the variance of accuracies, explained for samples held out
+DECIMALS = 0.005  # what rounding to two decimals takes from a ratio
+Row = Sample | Sequence[float]
+"""A sample, or (retained attention ratio a, retained activation ratio t, accuracy in percent)."""
+
+
+@dataclass(frozen=True)
+class LeaveTwoOut:
+    """How well a degree predicts samples that it was not fitted to."""
+
+    degree: int
+    mae: float
+    rmse: float
+    why_not: str = ""
+    """Why this degree cannot be chosen; empty where it can."""
+
+
+@dataclass(frozen=True)
+class Predictor:
+    """P(a, t) = sum of theta_ij a^i t^j over i + j <= degree: accuracy in percent by retained ratios.
+
+    a = n_a / L and t = n_g / L for n_a attention and n_g activation layers kept out of L blocks.
+    """
+
+    blocks: int
+    """L."""
+    points: tuple[tuple[float, float], ...]
+    """(a, t) of each sample."""
+    accuracies: tuple[float, ...]
+    degree: int
+    """The one with the least RMSE of those that ``tried`` can choose."""
+    tried: tuple[LeaveTwoOut, ...]
+
+    @property
+    def mae(self) -> float:
+        """Mean absolute error, leaving two samples out."""
+        return self._chosen.mae
+
+    @property
+    def rmse(self) -> float:
+        """Root of the mean squared error, leaving two samples out."""
+        return self._chosen.rmse
+
+    @property
+    def _chosen(self) -> LeaveTwoOut:
+        return next(row for row in self.tried if row.degree == self.degree)
+
+    @property
+    def explained(self) -> float:
+        """1 - RMSE^2 / variance of the accuracies: 1 is perfect, 0 as good as their mean."""
+        variance = float(np.var(self.accuracies))
+        return 1 - self.rmse**2 / variance if variance else 1.0
+
+    @cached_property
+    def coefficients(self) -> dict[str, float]:
+        """theta by term: ``1``, ``a``, ``t``, ``a^2``, ``a*t``, ``t^2``, ..."""
+        return {_term(i, j, "a", "t"): value for (i, j), value in self._theta.items()}
+
+    @cached_property
+    def pruned_coefficients(self) -> dict[str, float]:
+        """The same polynomial in the pruned ratios p = 1 - a and q = 1 - t, by a^i = sum_k C(i, k) (-p)^k."""
+        found = dict.fromkeys(self._theta, 0.0)
+        for (i, j), theta in self._theta.items():
+            for k in range(i + 1):
+                for m in range(j + 1):
+                    found[k, m] += theta * comb(i, k) * comb(j, m) * (-1) ** (k + m)
+        return {_term(i, j, "p", "q"): value for (i, j), value in found.items()}
+
+    @property
+    def formula(self) -> str:
+        """P by retained ratios."""
+        return f"P(a, t) = {_sum(self.coefficients)}"
+
+    @property
+    def pruned_formula(self) -> str:
+        """P by pruned ratios."""
+        return f"P(p, q) = {_sum(self.pruned_coefficients)}"
+
+    def ratios(self, budget: Budget) -> tuple[float, float]:
+        """Return (a, t) once the layers of ``budget`` are gone."""
+        return 1 - budget.attention / self.blocks, 1 - budget.activation / self.blocks
+
+    def predict(self, a: Any, t: Any = None) -> Any:
+        """Return the accuracy in percent at retained ratios ``a`` and ``t``, which may be arrays.
+
+        ``a`` alone may be a ``Budget``, or pairs (a, t).
+
+        >>> rows = [(1, 1, 80), (0.5, 1, 70), (1, 0.5, 60), (0.5, 0.5, 50), (0.75, 1, 75)]
+        >>> predictor = fit_predictor(rows, blocks=4)
+        >>> round(predictor.predict(0.75, 0.75), 6), round(predictor.predict(Budget(1, 1)), 6)
+        (65.0, 65.0)
+        """
+        if isinstance(a, Budget):
+            a, t = self.ratios(a)
+        elif t is None:
+            a, t = np.asarray(a, dtype=float).T
+        pairs = np.stack(np.broadcast_arrays(a, t), axis=-1)  # (..., 2)
+        found = (self.terms(pairs.reshape(-1, 2)) @ self._solution).reshape(pairs.shape[:-1])
+        return float(found) if found.ndim == 0 else found
+
+    def interval(self, a: float, t: float) -> tuple[float, float]:
+        """Return where the accuracy at (a, t) lies with a chance of ``LEVEL``, if the surface is such a polynomial."""
+        half = self.half_width(self.terms([(a, t)])[0])
+        middle = self.predict(a, t)
+        return middle - half, middle + half
+
+    def half_width(self, terms: np.ndarray) -> float:
+        """Return half the interval of x theta for x = ``terms``: t sqrt(s^2 x (X'X)^-1 x'), Student's t on n - p."""
+        design, free = self.terms(self.points), len(self.points) - len(self._solution)
+        residuals = np.array(self.accuracies) - design @ self._solution
+        spread = float(np.linalg.norm(np.linalg.pinv(design).T @ terms))
+        return float(student_t.ppf((1 + LEVEL) / 2, free) * sqrt(residuals @ residuals / free) * spread)
+
+    def terms(self, points: Iterable[tuple[float, float]]) -> np.ndarray:
+        """Return the terms 1, a, t, a^2, ... of each of ``points``, (n, p)."""
+        return _terms(self.degree, np.array(list(points), dtype=float))
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What makes the fit doubtful, a sentence each."""
+        if self.explained >= POOR:
+            return ()
+        return (
+            f"the fit is poor: on samples left out it explains {max(self.explained, 0):.0%} of how accuracies differ "
+            f"(RMSE {self.rmse:.2f} points); take more samples, or fine-tune each of them longer",
+        )
+
+    @cached_property
+    def _solution(self) -> np.ndarray:
+        return _solve(self.terms(self.points), np.array(self.accuracies))
+
+    @property
+    def _theta(self) -> dict[tuple[int, int], float]:
+        powers = PolynomialFeatures(self.degree).fit([[1.0, 1.0]]).powers_
+        return {(int(i), int(j)): float(value) for (i, j), value in zip(powers, self._solution, strict=True)}
+
+
+def fit_predictor(rows: Iterable[Row], blocks: int = 12, exact: bool = True) -> Predictor:
+    """Return the polynomial through ``rows``; its degree is the one that predicts best, leaving out two (paper, L2OCV).
+
+    Rows are samples, or (a, t, accuracy) with retained ratios and percent. ``exact`` takes 0.67 for 8/12; without it
+    ratios are used as given. Every two samples are left out once, the predictions for each sample are averaged, and
+    the degree with the least RMSE is fitted again to all. Degrees with more coefficients than samples to fit, or that
+    the samples cannot tell apart, are not chosen.
+    """
+    if blocks < 1:
+        raise PredictError(f"a model has at least 1 block, not {blocks}")
+    found = [_read(row, number, blocks, exact) for number, row in enumerate(rows, 1)]
+    _require_different(found, blocks)
+    points = np.array([row[:2] for row in found]).reshape(-1, 2)
+    accuracies = np.array([row[2] for row in found])
+    _require_enough(points)
+    tried = tuple(_leave_two_out(degree, points, accuracies) for degree in DEGREES)
+    best = min((row for row in tried if not row.why_not), key=lambda row: row.rmse)
+    pairs = tuple((float(a), float(t)) for a, t in points)
+    return Predictor(blocks, pairs, tuple(float(value) for value in accuracies), best.degree, tried)
+
+
+def _read(row: Row, number: int, blocks: int, exact: bool) -> tuple[float, float, float]:
+    """Return (a, t, accuracy) of a row, or say what is wrong with it."""
+    if isinstance(row, Sample):
+        counts = row.budget.attention, row.budget.activation
+        if not all(0 <= count <= blocks for count in counts):
+            raise PredictError(
+                f"sample {number} removes {counts[0]} attention and {counts[1]} activation layers of {blocks} blocks; "
+                f"0 to {blocks} of each were expected: is the number of blocks right?"
+            )
+        a, t, accuracy = 1 - counts[0] / blocks, 1 - counts[1] / blocks, row.accuracy
+    else:
+        try:
+            a, t, accuracy = (float(value) for value in row)
+        except (TypeError, ValueError):
+            raise PredictError(f"sample {number} is {row!r}; three numbers (a, t, accuracy) were expected") from None
+        if not (0 <= a <= 1 and 0 <= t <= 1):
+            raise PredictError(
+                f"sample {number} has the ratios {a:g} and {t:g}; a and t are parts of the layers that are kept, "
+                "from 0 to 1"
+            )
+        if exact:
+            a, t = (_snap(ratio, number, blocks) for ratio in (a, t))
+    if not (isfinite(accuracy) and 0 <= accuracy <= 100):
+        raise PredictError(f"sample {number} has the accuracy {accuracy:g}; percent, from 0 to 100, was expected")
+    return a, t, accuracy
+
+
+def _snap(ratio: float, number: int, blocks: int) -> float:
+    """Return the nearest n / blocks; 0.67 is 8/12, but 0.7 is none."""
+    nearest = round(ratio * blocks) / blocks
+    if abs(nearest - ratio) > DECIMALS + 1e-9:
+        raise PredictError(
+            f"sample {number} keeps a part of {ratio:g}, which is no n/{blocks}: the nearest is "
+            f"{round(ratio * blocks)}/{blocks} = {nearest:.3f}; is the number of blocks right?"
+        )
+    return nearest
+
+
+def _require_different(rows: list[tuple[float, float, float]], blocks: int) -> None:
+    seen: dict[tuple[float, float], tuple[int, float]] = {}
+    for number, (a, t, accuracy) in enumerate(rows, 1):
+        if (a, t) in seen:
+            first, other = seen[a, t]
+            where = f"samples {first} and {number} have the same ratios, a = {a:.4g} and t = {t:.4g} ({blocks} blocks)"
+            if other == accuracy:
+                raise PredictError(f"{where}, and the same accuracy; leave one out")
+            raise PredictError(f"{where}, but the accuracies {other:g} and {accuracy:g}; keep one, or their mean")
+        seen[a, t] = number, accuracy
+
+
+def _require_enough(points: np.ndarray) -> None:
+    needed = 3 + 2
+    if len(points) < needed:
+        raise PredictError(
+            f"{len(points)} samples are too few: a polynomial of degree 1 has 3 coefficients, and 2 samples are left "
+            f"out in turn, so at least {needed} are needed"
+        )
+    if problem := _why_not(1, points):
+        raise PredictError(f"no polynomial can be fitted: {problem}; take samples without attention and without both")
+
+
+def _why_not(degree: int, points: np.ndarray) -> str:
+    """Return why ``degree`` cannot be chosen for samples at ``points``; empty where it can."""
+    terms = _terms(degree, points)
+    if terms.shape[1] > len(points) - 2:
+        return f"it has {terms.shape[1]} coefficients for {len(points) - 2} samples"
+    if np.linalg.matrix_rank(terms) < terms.shape[1]:
+        return f"the {len(points)} samples lie so that they do not decide its {terms.shape[1]} coefficients"
+    return ""
+
+
+def _leave_two_out(degree: int, points: np.ndarray, accuracies: np.ndarray) -> LeaveTwoOut:
+    terms = _terms(degree, points)
+    sums = np.zeros(len(points))
+    for rest, pair in LeavePOut(2).split(terms):
+        sums[pair] += terms[pair] @ _solve(terms[rest], accuracies[rest])
+    errors = sums / (len(points) - 1) - accuracies
+    mae, rmse = float(np.abs(errors).mean()), float(np.sqrt((errors**2).mean()))
+    return LeaveTwoOut(degree, mae, rmse, _why_not(degree, points))
+
+
+def _solve(terms: np.ndarray, accuracies: np.ndarray) -> np.ndarray:
+    solution: np.ndarray = np.linalg.lstsq(terms, accuracies, rcond=None)[0]
+    return solution
+
+
+def _terms(degree: int, points: np.ndarray) -> np.ndarray:
+    """Return 1, a, t, a^2, ... of each of ``points``: (n, 2) -> (n, p)."""
+    terms: np.ndarray = PolynomialFeatures(degree).fit_transform(points)
+    return terms
+
+
+def _term(i: int, j: int, first: str, second: str) -> str:
+    """Return the name of a term.
+
+    >>> [_term(i, j, "a", "t") for i, j in ((0, 0), (1, 0), (2, 0), (1, 1), (0, 2))]
+    ['1', 'a', 'a^2', 'a*t', 't^2']
+    """
+    factors = [name if power == 1 else f"{name}^{power}" for name, power in ((first, i), (second, j)) if power]
+    return "*".join(factors) or "1"
+
+
+def _sum(coefficients: Mapping[str, float]) -> str:
+    """Return the polynomial as one reads it.
+
+    >>> _sum({"1": 31.684, "a": 50.653, "a^2": -19.795})
+    '31.684 + 50.653 a - 19.795 a^2'
+    """
+    parts = []
+    for term, value in coefficients.items():
+        sign = "- " if value < 0 else "+ "
+        parts.append(f"{sign}{abs(value):.5g}" + ("" if term == "1" else f" {term}"))
+    text = " ".join(parts)
+    return text.removeprefix("+ ") if text.startswith("+") else f"-{text.removeprefix('- ')}"

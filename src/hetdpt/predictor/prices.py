@@ -1,0 +1,83 @@
+"""What layers cost, so that a split of a budget has its MACs, parameters and speed. No torch here."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from math import inf
+from typing import Any
+
+from hetdpt.errors import PredictError
+from hetdpt.plan import KINDS, Budget, Kind
+
+
+@dataclass(frozen=True)
+class Price:
+    """What a model costs, or what one layer less saves of it."""
+
+    macs: float
+    params: float
+    ms: float | None = None
+    """Milliseconds of a batch; None where nobody has measured."""
+
+
+@dataclass(frozen=True)
+class Prices:
+    """The dense model, and what the removal of each of its layers saves, one at a time.
+
+    A split says how many layers of a kind go, not which. So a layer counts as the mean of its kind: exact where all
+    blocks are alike, as in a ViT; an expectation where stages differ, as in Swin.
+
+    >>> prices = Prices(Price(10, 10, 8.0), (Price(2, 1, 1.0),) * 4, (Price(1, 1, 0.5),) * 4)
+    >>> prices.of(Budget(2, 4)), prices.speedup(Budget(2, 4))
+    (Price(macs=2.0, params=4.0, ms=4.0), 2.0)
+    """
+
+    dense: Price
+    attention: tuple[Price, ...]
+    activation: tuple[Price, ...]
+    measured: str = ""
+    """On which device, in which dtype and batch the milliseconds were measured."""
+
+    def of(self, budget: Budget) -> Price:
+        """Return what is left of the dense model once the layers of ``budget`` are gone."""
+        ms = None
+        if self.dense.ms is not None:
+            ms = self.dense.ms - self._saved(budget, "ms")
+        macs, params = self.dense.macs - self._saved(budget, "macs"), self.dense.params - self._saved(budget, "params")
+        return Price(macs, params, ms)
+
+    def speedup(self, budget: Budget) -> float | None:
+        """Return how many times faster it then is by the time of each layer; None where nobody has measured."""
+        left = self.of(budget).ms
+        if left is None or self.dense.ms is None:
+            return None
+        return self.dense.ms / left if left > 0 else inf
+
+    def count(self, kind: Kind) -> int:
+        """Return how many layers of that kind can go."""
+        return len(self._of_kind(kind))
+
+    def _saved(self, budget: Budget, what: str) -> float:
+        total = 0.0
+        for kind, count in zip(KINDS, (budget.attention, budget.activation), strict=True):
+            if count:
+                values = [getattr(price, what) for price in self._of_kind(kind)]
+                total += count * sum(values) / len(values)
+        return total
+
+    def _of_kind(self, kind: Kind) -> tuple[Price, ...]:
+        return self.attention if kind == "attention" else self.activation
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=1)
+
+    @classmethod
+    def from_json(cls, text: str, name: str = "the prices") -> Prices:
+        """Return the prices written in ``text``; ``PredictError`` if they are none."""
+        try:
+            values: dict[str, Any] = json.loads(text)
+            kinds = {kind: tuple(Price(**price) for price in values[kind]) for kind in KINDS}
+            return cls(Price(**values["dense"]), **kinds, measured=str(values["measured"]))
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            raise PredictError(f"{name} cannot be read ({error}); measure them again with --model") from None
