@@ -15,7 +15,7 @@ HOUSE = Path(hetdpt.__file__).parent
 STOREYS = [
     {"cli"},
     {"recipes"},
-    {"pipeline", "oneshot", "report", "demo"},
+    {"pipeline", "oneshot", "collection", "report", "demo"},
     {"runs"},
     {"export", "downstream", "combine", "insight"},
     {"predictor", "selection"},
@@ -25,7 +25,7 @@ STOREYS = [
     {"training", "measurement"},
     {"surgery", "data", "variants"},
     {"adapters"},
-    {"gates", "fold", "modules", "randomness"},
+    {"gates", "fold", "modules", "randomness", "claims"},
     {"published", "files", "torchvision_ops"},
     {"plan"},
     {"errors"},
@@ -48,7 +48,7 @@ FENCES = {
     "rich": {"cli"},
     "typer": {"cli"},
 }
-WITHOUT_TORCH = {"plan", "errors", "files", "published", "report"}
+WITHOUT_TORCH = {"plan", "errors", "files", "claims", "published", "report"}
 WITHOUT_TORCH_TOO = {f"predictor/{name}.py" for name in ("rows", "polynomial", "prices", "allocate")}
 # The front door hands out names lazily and knows every room.
 DOORS = {"__init__", "__main__"}

@@ -17,10 +17,11 @@ import shutil
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
+from uuid import uuid4
 
 import torch
 
@@ -109,6 +110,20 @@ class Run:
     def discard(self) -> None:
         """Remove the directory with all that is in it, where what the run came to is elsewhere."""
         shutil.rmtree(self.directory)
+
+
+def share(directory: Path, asked: dict[str, Any]) -> None:
+    """Make a run directory that several processes work in, or join it; ``FileError`` as in ``Run.open``."""
+    file = directory / RUN
+    if not file.is_file():
+        _make(directory, is_shared=True)
+        scratch = file.with_name(f".{RUN}.{uuid4().hex}")
+        scratch.write_text(json.dumps(asked, indent=1) + "\n")
+        flush(scratch)
+        with suppress(FileExistsError):  # of several processes at once the first one wins
+            os.link(scratch, file)
+        scratch.unlink()
+    _require_same(file, asked)
 
 
 class Checkpoints:
@@ -248,10 +263,14 @@ def _board(directory: Path, update: int) -> Any:
     return SummaryWriter(str(directory), purge_step=update)
 
 
-def _make(directory: Path) -> None:
-    """Make a directory in which there is nothing but what a kill left of its first file."""
+def _make(directory: Path, is_shared: bool = False) -> None:
+    """Make a directory in which there is nothing but what a kill left of its first file.
+
+    In one that is shared that may be the file which another process is about to write, so it stays.
+    """
     scratches = list(directory.glob(f".{RUN}.*")) if directory.is_dir() else []
-    if directory.is_dir() and len(scratches) < len(list(directory.iterdir())):
+    is_empty = not directory.is_dir() or len(scratches) >= len(list(directory.iterdir()))
+    if not is_empty and not (is_shared and (directory / RUN).is_file()):  # begun since somebody looked
         raise FileError(f"{directory} holds other things than a run; give a new or an empty directory")
     if not directory.is_dir():
         require_new(directory)
@@ -259,7 +278,7 @@ def _make(directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise FileError(f"{directory} cannot be written: {error.strerror}; give another place") from None
-    for scratch in scratches:
+    for scratch in [] if is_shared else scratches:
         scratch.unlink(missing_ok=True)
 
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from hetdpt.cli import models, oneshot, scan, training
+from hetdpt.cli import collect, models, oneshot, predict, scan, training
 from hetdpt.errors import HetDPTError
 
 app = typer.Typer(
@@ -27,7 +27,9 @@ COMMANDS: tuple[Callable[..., None], ...] = (
     models.bench,
     models.apply,
     scan.scan,
+    collect.collect,
     oneshot.oneshot,
+    predict.predict,
     training.train,
     training.recover,
     training.recipes,

@@ -110,7 +110,7 @@ def eval_(
             fraction=fraction,
             per_class=per_class,
             batch_size=batch_size,
-            workers=_workers(workers),
+            workers=workers_of(workers),
             progress=move,
         )
     if not is_first_process():
@@ -159,10 +159,10 @@ def train(
 
     if any(setting.startswith("distillation.") for setting in settings or ()):
         raise TrainError("train has no teacher to distil from; use hetdpt recover MODEL --teacher TEACHER")
-    config = _config(recipe, {**_given(context), "distillation.kind": "none"}, settings)
+    config = config_of(recipe, {**given_settings(context), "distillation.kind": "none"}, settings)
     with seeded(config.training.seed):  # all processes, now and when resumed, begin with the same random weights
         network = open_model(model, weights=weights, pretrained=pretrained, num_classes=num_classes, img_size=img_size)
-    place = {"device": device, "workers": _workers(workers), "minutes": minutes, "tensorboard": tensorboard}
+    place = {"device": device, "workers": workers_of(workers), "minutes": minutes, "tensorboard": tensorboard}
     _run(out, network, None, data, (data_root, download), config, place, as_json, quiet)
 
 
@@ -222,7 +222,7 @@ def recover(
 
     given: dict[str, Any] = {"train_merged": True} if train_merged else {}
     given |= {"cache_teacher": True, "augmentation.fixed_views": True} if cache_teacher else {}
-    config = _config(recipe, {**_given(context), **given}, settings)
+    config = config_of(recipe, {**given_settings(context), **given}, settings)
     if teacher_weights is not None and teacher is None:
         raise TrainError("--teacher-weights are for a teacher that is not given; add --teacher MODEL")
     sizes: dict[str, Any] = {"pretrained": pretrained, "num_classes": num_classes, "img_size": img_size}
@@ -239,7 +239,7 @@ def recover(
     if dense is None and config.distillation.kind != "none":
         raise TrainError("the student needs a teacher to learn from; give --teacher MODEL, or --distill none")
     place: dict[str, Any] = {"plan": chosen, "calibration": calibration_images or CALIBRATION}
-    place |= {"device": device, "workers": _workers(workers), "minutes": minutes, "tensorboard": tensorboard}
+    place |= {"device": device, "workers": workers_of(workers), "minutes": minutes, "tensorboard": tensorboard}
     _run(out, network, dense, data, (data_root, download), config, place, as_json, quiet)
 
 
@@ -254,13 +254,13 @@ def recipes() -> None:
     print_(rows)
 
 
-def _given(context: typer.Context) -> dict[str, Any]:
+def given_settings(context: typer.Context) -> dict[str, Any]:
     """Return the settings whose options were given."""
     given = {SETTINGS[name]: value for name, value in context.params.items() if name in SETTINGS}
     return {name: value for name, value in given.items() if value is not None}
 
 
-def _config(recipe: str, given: dict[str, Any], settings: list[str] | None) -> RecoverConfig:
+def config_of(recipe: str, given: dict[str, Any], settings: list[str] | None) -> RecoverConfig:
     from hetdpt.recipes import recipe as recipe_called
 
     config = recipe_called(recipe).config
@@ -284,7 +284,7 @@ def _value(text: str) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-def _workers(given: int | None) -> int:
+def workers_of(given: int | None) -> int:
     """Return how many processes read images: this process's part of the cores, or what was given."""
     import os
 

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import product
+from math import ceil, floor, isfinite, log10
 
 import numpy as np
 from scipy.spatial import Delaunay
@@ -201,7 +202,10 @@ def _splits(predictor: Predictor, prices: Prices | None) -> list[Split]:
     limits = _limits(predictor, prices)
     pairs = product(range(limits.attention + 1), range(limits.activation + 1))
     budgets = sorted((Budget(*pair) for pair in pairs), key=_preference, reverse=True)
-    hull = Delaunay(np.array(predictor.points))
+    points = np.array(predictor.points)
+    hull = Delaunay(
+        np.concatenate([points, np.round(points * predictor.blocks) / predictor.blocks])
+    )  # 0.67 reaches 8/12
     found = []
     for budget in budgets:
         a, t = predictor.ratios(budget)
@@ -280,14 +284,25 @@ def _shares(predictor: Predictor, budgets: Sequence[Budget], seed: int = 0) -> l
 def _nearest(predictor: Predictor, split: Split) -> str:
     a, t = predictor.ratios(split.budget)
     x, y = min(predictor.points, key=lambda point: abs(point[0] - a) + abs(point[1] - t))
-    removed = (1 - x) * predictor.blocks, (1 - y) * predictor.blocks
-    return f"the nearest is {removed[0]:.3g} attention + {removed[1]:.3g} activation"
+    removed = Budget(round((1 - x) * predictor.blocks), round((1 - y) * predictor.blocks))
+    return f"the nearest is {removed.attention} attention + {removed.activation} activation"
 
 
 def _amounts(split: Split) -> str:
+    """Return what a split has, rounded so that it meets what is written here."""
     parts = [f"{split.layers} layers"]
     if split.macs is not None and split.params is not None:
-        parts += [f"{split.macs:.4g} MACs", f"{split.params:.4g} parameters"]
-    if split.speedup is not None:
-        parts.append(f"a speedup of {split.speedup:.3f}")
+        parts += [f"{_rounded_up(split.macs):.4g} MACs", f"{_rounded_up(split.params):.4g} parameters"]
+    if split.speedup is not None and isfinite(split.speedup):
+        parts.append(f"a speedup of {floor(split.speedup * 1000) / 1000:.3f}")
     return ", ".join(parts)
+
+
+def _rounded_up(value: float) -> float:
+    """Return the least number of four digits that is no less.
+
+    >>> _rounded_up(3219068928), _rounded_up(3220000000)
+    (3220000000.0, 3220000000.0)
+    """
+    step = 10.0 ** (floor(log10(value)) - 3) if value > 0 else 1.0
+    return ceil(value / step) * step

@@ -98,7 +98,7 @@ class Predictor:
 
     def ratios(self, budget: Budget) -> tuple[float, float]:
         """Return (a, t) once the layers of ``budget`` are gone."""
-        return 1 - budget.attention / self.blocks, 1 - budget.activation / self.blocks
+        return _kept(budget.attention, self.blocks), _kept(budget.activation, self.blocks)
 
     def predict(self, a: Any, t: Any = None) -> Any:
         """Return the accuracy in percent at retained ratios ``a`` and ``t``, which may be arrays.
@@ -126,10 +126,7 @@ class Predictor:
 
     def half_width(self, terms: np.ndarray) -> float:
         """Return half the interval of x theta for x = ``terms``: t sqrt(s^2 x (X'X)^-1 x'), Student's t on n - p."""
-        design, free = self.terms(self.points), len(self.points) - len(self._solution)
-        residuals = np.array(self.accuracies) - design @ self._solution
-        spread = float(np.linalg.norm(np.linalg.pinv(design).T @ terms))
-        return float(student_t.ppf((1 + LEVEL) / 2, free) * sqrt(residuals @ residuals / free) * spread)
+        return float(np.linalg.norm(self._reach @ terms))
 
     def terms(self, points: Iterable[tuple[float, float]]) -> np.ndarray:
         """Return the terms 1, a, t, a^2, ... of each of ``points``, (n, p)."""
@@ -149,6 +146,14 @@ class Predictor:
     def _solution(self) -> np.ndarray:
         return _solve(self.terms(self.points), np.array(self.accuracies))
 
+    @cached_property
+    def _reach(self) -> np.ndarray:
+        """t s (X+)' for the pseudo-inverse X+: |_reach x| is half the interval of x theta, (n, p)."""
+        design, free = self.terms(self.points), len(self.points) - len(self._solution)
+        residuals = np.array(self.accuracies) - design @ self._solution
+        reach: np.ndarray = np.linalg.pinv(design).T * sqrt(residuals @ residuals / free)
+        return reach * float(student_t.ppf((1 + LEVEL) / 2, free))
+
     @property
     def _theta(self) -> dict[tuple[int, int], float]:
         powers = PolynomialFeatures(self.degree).fit([[1.0, 1.0]]).powers_
@@ -167,11 +172,12 @@ def fit_predictor(rows: Iterable[Row], blocks: int = 12, exact: bool = True) -> 
         raise PredictError(f"a model has at least 1 block, not {blocks}")
     found = [_read(row, number, blocks, exact) for number, row in enumerate(rows, 1)]
     _require_different(found, blocks)
+    _require_percent(found)
     points = np.array([row[:2] for row in found]).reshape(-1, 2)
     accuracies = np.array([row[2] for row in found])
     _require_enough(points)
     tried = tuple(_leave_two_out(degree, points, accuracies) for degree in DEGREES)
-    best = min((row for row in tried if not row.why_not), key=lambda row: row.rmse)
+    best = min((row for row in tried if not row.why_not), key=lambda row: round(row.rmse, 9))  # of equals the lowest
     pairs = tuple((float(a), float(t)) for a, t in points)
     return Predictor(blocks, pairs, tuple(float(value) for value in accuracies), best.degree, tried)
 
@@ -185,7 +191,7 @@ def _read(row: Row, number: int, blocks: int, exact: bool) -> tuple[float, float
                 f"sample {number} removes {counts[0]} attention and {counts[1]} activation layers of {blocks} blocks; "
                 f"0 to {blocks} of each were expected: is the number of blocks right?"
             )
-        a, t, accuracy = 1 - counts[0] / blocks, 1 - counts[1] / blocks, row.accuracy
+        a, t, accuracy = _kept(counts[0], blocks), _kept(counts[1], blocks), row.accuracy
     else:
         try:
             a, t, accuracy = (float(value) for value in row)
@@ -201,6 +207,11 @@ def _read(row: Row, number: int, blocks: int, exact: bool) -> tuple[float, float
     if not (isfinite(accuracy) and 0 <= accuracy <= 100):
         raise PredictError(f"sample {number} has the accuracy {accuracy:g}; percent, from 0 to 100, was expected")
     return a, t, accuracy
+
+
+def _kept(removed: int, blocks: int) -> float:
+    """Return n / blocks to the same bit as ``_snap``; 1 - 4/12 is not 8/12."""
+    return (blocks - removed) / blocks
 
 
 def _snap(ratio: float, number: int, blocks: int) -> float:
@@ -226,6 +237,12 @@ def _require_different(rows: list[tuple[float, float, float]], blocks: int) -> N
         seen[a, t] = number, accuracy
 
 
+def _require_percent(rows: list[tuple[float, float, float]]) -> None:
+    most = max((accuracy for _, _, accuracy in rows), default=0.0)
+    if 0 < most <= 1:
+        raise PredictError(f"no sample has more than {most:g} % accuracy; percent was expected, so 81.8 and not 0.818")
+
+
 def _require_enough(points: np.ndarray) -> None:
     needed = 3 + 2
     if len(points) < needed:
@@ -234,7 +251,10 @@ def _require_enough(points: np.ndarray) -> None:
             f"out in turn, so at least {needed} are needed"
         )
     if problem := _why_not(1, points):
-        raise PredictError(f"no polynomial can be fitted: {problem}; take samples without attention and without both")
+        raise PredictError(
+            f"no polynomial can be fitted: {problem}; take some without attention layers alone, and some without "
+            "activations alone"
+        )
 
 
 def _why_not(degree: int, points: np.ndarray) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
-from math import inf
+from math import inf, isfinite
 from typing import Any
 
 from hetdpt.errors import PredictError
@@ -77,7 +77,18 @@ class Prices:
         """Return the prices written in ``text``; ``PredictError`` if they are none."""
         try:
             values: dict[str, Any] = json.loads(text)
-            kinds = {kind: tuple(Price(**price) for price in values[kind]) for kind in KINDS}
-            return cls(Price(**values["dense"]), **kinds, measured=str(values["measured"]))
+            kinds = {kind: tuple(_price(price) for price in values[kind]) for kind in KINDS}
+            found = cls(_price(values["dense"]), **kinds, measured=str(values["measured"]))
+            if len({price.ms is None for price in (found.dense, *found.attention, *found.activation)}) > 1:
+                raise ValueError("some have a time and some have none")
+            return found
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise PredictError(f"{name} cannot be read ({error}); measure them again with --model") from None
+
+
+def _price(values: Any) -> Price:
+    price = Price(**values)
+    numbers = price.macs, price.params, 0.0 if price.ms is None else price.ms
+    if not all(isinstance(number, int | float) and isfinite(number) for number in numbers):
+        raise ValueError(f"{values} are no numbers")
+    return price

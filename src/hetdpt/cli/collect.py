@@ -1,0 +1,148 @@
+"""The command collect: samples of how accuracy depends on the layers removed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from hetdpt.cli.options import (
+    Batch,
+    Classes,
+    DataRoot,
+    Device,
+    Download,
+    ImgSize,
+    Json,
+    Model,
+    Pretrained,
+    Quiet,
+    Weights,
+    read_removal,
+)
+from hetdpt.cli.show import note_random_weights, print_, print_json, stages, table
+from hetdpt.cli.training import (
+    BatchSize,
+    DataName,
+    Fraction,
+    Lr,
+    Minutes,
+    PerClass,
+    Precision,
+    RecipeName,
+    Seed,
+    Settings,
+    Workers,
+    config_of,
+    given_settings,
+    workers_of,
+)
+from hetdpt.errors import PredictError
+
+if TYPE_CHECKING:
+    from hetdpt.collection import Done
+
+
+def collect(
+    context: typer.Context,
+    model: Model,
+    data: DataName,
+    out: Annotated[
+        Path, typer.Option(help="Run directory; processes that share it share the work, kills lose little.")
+    ],
+    chain: Annotated[
+        str | None, typer.Option(help="Only one chain: attention, activation or interleaved; all by default.")
+    ] = None,
+    rounds: Annotated[
+        str | None, typer.Option(help="Of the three chains, such as 5,5,3 (the default for 12 blocks); 0 for none.")
+    ] = None,
+    removal: Annotated[str | None, typer.Option(help="plain, calibrated, ...; by default as the recipe says.")] = None,
+    images: Annotated[int, typer.Option(min=2, help="Training images to choose layers and fit replacements on.")] = 256,
+    weights: Weights = None,
+    pretrained: Pretrained = False,
+    num_classes: Classes = None,
+    img_size: ImgSize = None,
+    data_root: DataRoot = None,
+    download: Download = False,
+    recipe: RecipeName = "quick",
+    epochs: Annotated[int, typer.Option(min=0, help="Of the fine-tuning after each removal; 0 for none.")] = 1,
+    batch_size: BatchSize = None,
+    lr: Lr = None,
+    fraction: Fraction = None,
+    per_class: PerClass = None,
+    precision: Precision = None,
+    seed: Seed = None,
+    settings: Settings = None,
+    batch: Batch = None,
+    workers: Workers = None,
+    device: Device = None,
+    minutes: Minutes = 10.0,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Sample accuracy: remove a layer, fine-tune briefly, evaluate, and again; hetdpt predict makes a budget of it."""
+    from hetdpt.collection import Workplace, collect_into
+    from hetdpt.data.sources import open_data
+    from hetdpt.export.saved import open_model
+    from hetdpt.predictor.samples import CollectConfig
+    from hetdpt.randomness import seeded
+    from hetdpt.recipes import recipe as recipe_called
+
+    given = {**given_settings(context), "training.epochs": max(epochs, 1)}
+    config = CollectConfig(
+        rounds=_read_rounds(rounds),
+        removal=read_removal(removal or recipe_called(recipe).removal),
+        images=images,
+        recovery=config_of(recipe, given, settings),
+        fine_tunes=epochs > 0,
+    )
+    opened = open_data(data, root=data_root, download=download)
+    with seeded(config.recovery.training.seed):  # random weights too are the same in all processes
+        network = open_model(model, weights=weights, pretrained=pretrained, num_classes=num_classes, img_size=img_size)
+    found: list[Done] = []
+    with stages(quiet or as_json) as (move, say):
+        place = Workplace(device=device, workers=workers_of(workers), minutes=minutes, batch=batch, progress=move)
+        for done in collect_into(out, network, opened, config, place, chain=chain):  # type: ignore[arg-type]
+            found.append(done)
+            if not as_json:
+                say(_line(done))
+    if as_json:
+        return print_json(directory=str(out), samples=[_record(done) for done in found])
+    _print(found)
+    note_random_weights(model, weights, pretrained)
+    typer.echo(f"written to {out}; hetdpt predict {out} --layers 4 splits a budget")
+
+
+def _read_rounds(text: str | None) -> tuple[int, int, int] | None:
+    if text is None:
+        return None
+    parts = text.split(",")
+    if len(parts) != 3 or not all(part.strip().isdecimal() for part in parts):
+        raise PredictError(f"--rounds takes three numbers, of attention, activation and interleaved, not {text!r}")
+    attention, activation, interleaved = (int(part) for part in parts)
+    return attention, activation, interleaved
+
+
+def _line(done: Done) -> str:
+    step = done.step
+    if not step.kinds:
+        return f"dense: accuracy {step.accuracy:.2f} %"
+    gone = ", ".join(f"{pick.site.kind} {pick.site.block} (TE {pick.te:.3g})" for pick in step.picks)
+    by = "" if done.is_own else " (done before, or by another process)"
+    counts = f"{step.budget.attention}+{step.budget.activation}"
+    return f"{done.node.chain} {counts}: without {gone} {step.before:.2f} -> {step.accuracy:.2f} %{by}"
+
+
+def _record(done: Done) -> dict[str, Any]:
+    return {"key": done.node.key, "chain": done.node.chain, **done.step.to_dict()}
+
+
+def _print(found: list[Done]) -> None:
+    rows = table("samples", "attention removed", "activation removed", "before", "accuracy", "layer", "seconds")
+    for done in found:
+        step = done.step
+        layers = " ".join(f"{pick.site.kind} {pick.site.block}" for pick in step.picks)
+        counts = str(step.budget.attention), str(step.budget.activation)
+        rows.add_row(*counts, f"{step.before:.2f}", f"{step.accuracy:.2f}", layers, f"{step.seconds:.0f}")
+    print_(rows)

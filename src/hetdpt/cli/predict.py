@@ -1,0 +1,341 @@
+"""The command predict: how many layers of each kind to remove, from samples of accuracy alone; no torch but to time."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from hetdpt.cli.options import (
+    Batch,
+    Classes,
+    Device,
+    ImgSize,
+    Json,
+    Overwrite,
+    Pretrained,
+    Quiet,
+    Weights,
+    read_removal,
+)
+from hetdpt.cli.show import print_, print_json, stages, table
+from hetdpt.errors import PredictError
+
+if TYPE_CHECKING:
+    from hetdpt.predictor.allocate import Allocation, Split
+    from hetdpt.predictor.polynomial import Predictor
+    from hetdpt.predictor.prices import Prices
+
+PREDICT = "predict.json"  # by which a directory of ours is known
+SAMPLES, PRICES, RUN = "samples.csv", "prices.json", "run.json"  # of a directory of hetdpt collect
+SHOWN = 20  # rows of a table
+NAMED = 8  # splits in a sentence
+AMOUNT = re.compile(r"(\d+\.?\d*|\.\d+)(e[+-]?\d+)?\s*([kmg%]?)", re.IGNORECASE)
+UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
+
+
+def predict(
+    samples: Annotated[Path, typer.Argument(help="A CSV of samples, or a directory of hetdpt collect.")],
+    blocks: Annotated[int | None, typer.Option(help="Blocks of the model; a directory knows them.")] = None,
+    layers: Annotated[int | None, typer.Option(help="How many layers go.")] = None,
+    macs: Annotated[str | None, typer.Option(help="The most MACs: 3.2G, or 70% of the dense model.")] = None,
+    params: Annotated[str | None, typer.Option(help="The most parameters: 16M, or 70% of the dense model.")] = None,
+    speedup: Annotated[float | None, typer.Option(help="How much faster it is to be.")] = None,
+    prices: Annotated[Path | None, typer.Option(help="What each layer costs: a JSON file, see --out.")] = None,
+    model: Annotated[str | None, typer.Option(help="A model whose layers to count and time here instead.")] = None,
+    weights: Weights = None,
+    pretrained: Pretrained = False,
+    num_classes: Classes = None,
+    img_size: ImgSize = None,
+    batch: Batch = None,
+    removal: Annotated[
+        str | None, typer.Option(help="What --model loses: plain (the default), calibrated, or a pair of styles.")
+    ] = None,
+    device: Device = None,
+    as_given: Annotated[
+        bool, typer.Option("--as-given", help="Use ratios as they are written; else 0.67 is taken for 8/12.")
+    ] = False,
+    out: Annotated[
+        Path | None, typer.Option(help="Directory for predict.json, splits.csv, prices.json, frontier.csv and .png.")
+    ] = None,
+    is_all: Annotated[bool, typer.Option("--all", help=f"Print whole tables, not {SHOWN} rows of each.")] = False,
+    overwrite: Overwrite = False,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Predict the accuracy without so many layers of each kind, and choose how many go for a budget."""
+    from hetdpt.files import require_new
+    from hetdpt.predictor.allocate import frontier
+    from hetdpt.predictor.polynomial import fit_predictor
+    from hetdpt.predictor.rows import read_rows
+
+    given = {"macs": macs, "params": params, "layers": layers, "speedup": speedup}
+    wanted = {name: read_amount(name, value) for name, value in given.items() if value is not None}
+    sizes: dict[str, Any] = {"num_classes": num_classes, "img_size": img_size}
+    sizes |= {"weights": weights, "pretrained": pretrained}
+    place: dict[str, Any] = {"batch": batch, "device": device, "removal": removal}
+    _refuse_strays(model, prices, {**sizes, **place})
+    if out is not None:
+        require_new(out, overwrite, PREDICT)
+    rows = read_rows(_file_of(samples))
+    predictor = fit_predictor(rows, _blocks_of(samples) if blocks is None else blocks, exact=not as_given)
+    if model is None:
+        priced = _read_prices(samples, prices)
+    else:
+        priced = _measure(model, sizes, place, predictor.blocks, quiet or as_json)
+    allocation = _allocate(predictor, wanted, priced) if wanted else None
+    found = Prediction(predictor, frontier(predictor, priced), allocation, priced)
+    if out is not None:
+        _write(found, out, overwrite)
+    if as_json:
+        return print_json(**found.values)
+    _print(found, None if is_all else SHOWN)
+    if out is not None:
+        typer.echo(f"written to {out}: {', '.join(sorted(file.name for file in out.iterdir()))}")
+
+
+@dataclass(frozen=True)
+class Amount:
+    """A number, or a part of what the dense model has."""
+
+    value: float
+    is_part: bool = False
+
+    def of(self, dense: float | None) -> float:
+        """Return the number; ``allocate`` says what is missing where there is no ``dense``."""
+        if not self.is_part or dense is None:
+            return self.value
+        return self.value * dense / 100
+
+
+def read_amount(name: str, value: str | float) -> Amount:
+    """Return the amount that ``value`` says.
+
+    >>> read_amount("macs", "3.2G"), read_amount("macs", "70 %")
+    (Amount(value=3200000000.0, is_part=False), Amount(value=70.0, is_part=True))
+    """
+    if not isinstance(value, str):
+        return Amount(value)
+    found = AMOUNT.fullmatch(value.strip())
+    if found is None:
+        raise PredictError(
+            f"--{name} is {value!r}; a number such as 3.2G, 16M or 3200000, or a part of the dense model such as 70%, "
+            "was expected"
+        )
+    number, unit = float(found[1] + (found[2] or "")), found[3].lower()
+    return Amount(number, is_part=True) if unit == "%" else Amount(number * UNITS[unit])
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """All that the command has found."""
+
+    predictor: Predictor
+    frontier: tuple[Split, ...]
+    allocation: Allocation | None
+    prices: Prices | None
+
+    @property
+    def is_timed(self) -> bool:
+        return self.prices is not None and self.prices.dense.ms is not None
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """What ``--json`` prints."""
+        from hetdpt.report.frontier import summary
+
+        return summary(self.predictor, self.frontier, self.allocation, self.prices)
+
+
+# What is read
+
+
+def _refuse_strays(model: str | None, prices: Path | None, options: dict[str, Any]) -> None:
+    """Raise ``PredictError`` for options that nothing would come of."""
+    given = [f"--{name.replace('_', '-')}" for name, value in options.items() if value]
+    if model is None and given:
+        raise PredictError(f"there is no model for {', '.join(given)}; give --model MODEL too")
+    if model is not None and prices is not None:
+        raise PredictError("--prices and --model both say what layers cost; give one of them")
+
+
+def _file_of(samples: Path) -> Path:
+    if not samples.is_dir():
+        return samples
+    if not (samples / SAMPLES).is_file():
+        raise PredictError(f"{samples} holds no {SAMPLES}; give a CSV, or a directory of hetdpt collect")
+    return samples / SAMPLES
+
+
+def _blocks_of(samples: Path) -> int:
+    """Return how many blocks the sampled model has, as its directory says; a CSV does not."""
+    if not samples.is_dir():
+        raise PredictError(f"{samples} does not say how many blocks the model has; give --blocks, such as --blocks 12")
+    try:
+        blocks = json.loads((samples / RUN).read_text())["blocks"]
+        if type(blocks) is int:
+            return blocks
+        reason = f"blocks is {blocks!r}"
+    except OSError as error:
+        reason = str(error.strerror)
+    except (ValueError, TypeError, KeyError, RecursionError):
+        reason = "a JSON object with 'blocks' was expected"
+    raise PredictError(f"{samples / RUN} does not say how many blocks the model has ({reason}); give --blocks")
+
+
+def _read_prices(samples: Path, file: Path | None) -> Prices | None:
+    """Return the prices in ``file`` or, where none is given, those beside the samples, if there are any."""
+    from hetdpt.predictor.prices import Prices
+
+    if file is None:
+        file = samples / PRICES
+        if not file.is_file():
+            return None
+    try:
+        return Prices.from_json(file.read_text(), str(file))
+    except (OSError, UnicodeDecodeError) as error:
+        raise PredictError(f"the prices {file} cannot be read: {error}; measure them with --model MODEL") from None
+
+
+def _measure(model: str, sizes: dict[str, Any], place: dict[str, Any], blocks: int, is_quiet: bool) -> Prices:
+    """Return the prices of ``model`` on this device."""
+    from hetdpt.export.saved import open_model
+    from hetdpt.modules import find_device
+    from hetdpt.predictor.pricing import measure_prices
+    from hetdpt.surgery import survey_of
+
+    removal = read_removal(place["removal"] or "plain")
+    network = open_model(model, **sizes).to(find_device(place["device"]))
+    found = survey_of(network).anatomy.blocks
+    if found != blocks:
+        raise PredictError(f"{model} has {found} blocks, but the samples are of a model with {blocks}; give that one")
+    with stages(is_quiet) as (move, _):
+        return measure_prices(network, removal=removal, batch=place["batch"], progress=move)
+
+
+def _allocate(predictor: Predictor, wanted: dict[str, Amount], prices: Prices | None) -> Allocation:
+    from hetdpt.predictor.allocate import allocate
+
+    dense = {"macs": prices.dense.macs, "params": prices.dense.params} if prices else {}
+    limits: dict[str, Any] = {name: amount.of(dense.get(name)) for name, amount in wanted.items()}
+    return allocate(predictor, prices=prices, **limits)
+
+
+# What is written and printed
+
+
+def _write(found: Prediction, out: Path, overwrite: bool) -> None:
+    from hetdpt.files import new_directory
+    from hetdpt.report.frontier import draw, write_csv
+
+    best = found.allocation.best if found.allocation else None
+    with new_directory(out, PREDICT, overwrite) as scratch:
+        (scratch / PREDICT).write_text(json.dumps(found.values, indent=1) + "\n")
+        write_csv(found.frontier, scratch / "frontier.csv")
+        draw(found.frontier, found.predictor, scratch / "frontier.png", found.prices, best)
+        if found.allocation:
+            write_csv(found.allocation.table, scratch / "splits.csv", is_choice=True)
+        if found.prices:
+            (scratch / PRICES).write_text(found.prices.to_json() + "\n")
+
+
+def _print(found: Prediction, most: int | None) -> None:
+    _print_fit(found.predictor)
+    if found.allocation:
+        _print_allocation(found.allocation, most)
+    each = "speedup" if found.is_timed else "number of layers"
+    _print_splits(f"frontier: what to remove for each {each}", found.frontier, most)
+    tied = "tied: the best cannot be told from it; " if found.allocation else ""
+    typer.echo(f"{tied}beyond: outside of the samples, so extrapolated")
+    if found.prices and found.is_timed:
+        where = found.prices.measured or "nobody has noted on which device"
+        typer.echo(f"speedups are predicted by the time of each layer ({where})")
+    for text in found.allocation.warnings if found.allocation else found.predictor.warnings:
+        typer.echo(f"warning: {text}", err=True)
+
+
+def _print_fit(predictor: Predictor) -> None:
+    typer.echo(f"{len(predictor.points)} samples of a model with {predictor.blocks} blocks")
+    rows = table("error on samples left out, two at a time, in points", "degree", "MAE", "RMSE", "")
+    rows.columns[-1].justify = "left"
+    for row in predictor.tried:
+        note = "chosen" if row.degree == predictor.degree else f"not eligible: {row.why_not}" if row.why_not else ""
+        rows.add_row(str(row.degree), f"{row.mae:.4f}", f"{row.rmse:.4f}", note)
+    print_(rows)
+    typer.echo(
+        f"{predictor.formula}\n{predictor.pruned_formula}\n"
+        "P is the accuracy in percent; a and t are the parts of attention and activation layers that are kept,\n"
+        "p = 1 - a and q = 1 - t those that are removed"
+    )
+
+
+def _print_allocation(allocation: Allocation, most: int | None) -> None:
+    """Print the table of splits that meet the budget, and the one to take."""
+    from hetdpt.predictor.allocate import DRAWS
+
+    _print_splits(f"what to remove for {allocation.wanted}, the best first", allocation.table, most, is_choice=True)
+    best = allocation.best
+    others = [split for split in allocation.table if split.is_tied and split != best]
+    typer.echo(
+        f"remove {best.budget.attention} attention and {best.budget.activation} activation layers: predicted "
+        f"{best.accuracy:.2f} % {_interval(best)}; wins {100 * best.share:.0f} % of {DRAWS:,} bootstrap draws"
+        + (f"; cannot be told from: {_names(others)}" if others else "")
+    )
+
+
+def _print_splits(title: str, splits: Sequence[Split], most: int | None, is_choice: bool = False) -> None:
+    is_priced = any(split.macs is not None for split in splits)
+    is_timed = any(split.speedup is not None for split in splits)
+    columns = ["attention", "activation", "layers", "predicted", "95 % interval", *(["wins"] if is_choice else [])]
+    columns += [*(["MACs", "params"] if is_priced else []), *(["speedup"] if is_timed else []), ""]
+    rows = table(title, *columns)
+    rows.columns[-1].justify, rows.show_edge = "left", False  # so that it fits in 120 columns
+    for split in splits[:most]:
+        counts = split.budget.attention, split.budget.activation, split.layers
+        cells = [*map(str, counts), f"{split.accuracy:.2f}", _interval(split)]
+        cells += [f"{100 * split.share:.1f} %"] if is_choice else []
+        cells += _costs(split)
+        rows.add_row(*cells, _note(split, is_best=is_choice and split == splits[0]))
+    print_(rows)
+    if most is not None and len(splits) > most:
+        typer.echo(f"{len(splits) - most} more; --all prints them too")
+
+
+def _costs(split: Split) -> list[str]:
+    cells = [] if split.macs is None or split.params is None else [_short(split.macs), _short(split.params)]
+    return cells if split.speedup is None else [*cells, f"{split.speedup:.3f}x"]
+
+
+def _short(value: float) -> str:
+    """Return a number as one says it.
+
+    >>> _short(3219068928.0), _short(15933008.0), _short(512.0)
+    ('3.22 G', '15.93 M', '512')
+    """
+    for unit in ("g", "m", "k"):
+        if abs(value) >= UNITS[unit]:
+            return f"{value / UNITS[unit]:.2f} {unit.upper()}"
+    return f"{value:.4g}"
+
+
+def _interval(split: Split) -> str:
+    return f"[{split.low:.2f}, {split.high:.2f}]"
+
+
+def _note(split: Split, is_best: bool) -> str:
+    known = (
+        (is_best, "best"),
+        (split.is_tied and not is_best, "tied"),
+        (split.is_beyond, "beyond"),
+    )
+    return ", ".join(text for is_so, text in known if is_so)
+
+
+def _names(splits: Iterable[Split]) -> str:
+    names = [f"{split.budget.attention}+{split.budget.activation}" for split in splits]
+    return ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
