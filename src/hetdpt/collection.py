@@ -41,6 +41,7 @@ from hetdpt.modules import digest, find_device
 from hetdpt.plan import Budget, Kind
 from hetdpt.predictor.pricing import measure_prices
 from hetdpt.predictor.samples import Chain, CollectConfig, Pick, Step, fine_tune, prune_next
+from hetdpt.recovery import RecoverConfig
 from hetdpt.runs import CHECKPOINTS, METRICS, RUN, Checkpoints, Metrics, share
 from hetdpt.surgery import known, ready, removable
 from hetdpt.training.processes import start
@@ -113,6 +114,7 @@ def collect_into(
     is done. ``chain`` takes the steps of that one alone.
     """
     place = place or Workplace()
+    _require_alone(config.recovery, place)
     opened = data if isinstance(data, Data) else open_data(data)
     base = ready(model, config.removal)
     offered = [site.kind for site in removable(base)]
@@ -147,6 +149,7 @@ def recheck_into(
         raise PredictError(f"{directory} was collected on {asked['data']}, not on {opened.name}; give the same data")
     config = TypeAdapter(CollectConfig).validate_python(asked["config"])
     epochs = epochs or LONGER * config.recovery.training.epochs
+    _require_alone(config.recovery, place)
     longer = replace(config, recovery=config.recovery.with_settings({"training.epochs": epochs}), fine_tunes=True)
     root = Node(DENSE, None, (), (), "")
     nodes = {DENSE: root}
@@ -157,6 +160,14 @@ def recheck_into(
     model = load(directory / DENSE).to(find_device(place.device))
     job = _Job(directory, RECHECK, model, opened, longer, place, nodes)
     yield from job.work([node for node in nodes.values() if node is not root])
+
+
+def _require_alone(config: RecoverConfig, place: Workplace) -> None:
+    if start(config.training.precision, place.device).num_processes > 1:
+        raise TrainError(
+            "samples are collected by processes that do not know each other; start the same command several times, "
+            "each with its own --device, instead of torchrun or accelerate"
+        )
 
 
 @dataclass(frozen=True)
@@ -174,11 +185,6 @@ class _Job:
 
     def work(self, wanted: Iterable[Node]) -> Iterator[Done]:
         """Take the steps of ``wanted`` that nobody works on, one after another, until all are done."""
-        if start(self.config.recovery.training.precision, self.place.device).num_processes > 1:
-            raise TrainError(
-                "samples are collected by processes that do not know each other; start the same command several "
-                "times, each with its own --device, instead of torchrun or accelerate"
-            )
         left, own = list(wanted), set[str]()
         while left:
             for node in list(left):

@@ -30,6 +30,7 @@ from hetdpt.files import flush, require_new, sha256, written
 
 RUN, METRICS, SUMMARY = "run.json", "metrics.jsonl", "summary.json"
 CHECKPOINTS, BOARD = "checkpoints", "tensorboard"
+_OTHER_THINGS = "{} holds other things than a run; give a new or an empty directory"
 KEPT = 2  # the newest, and the one before it in case the newest is damaged
 
 
@@ -116,7 +117,7 @@ def share(directory: Path, asked: dict[str, Any]) -> None:
     """Make a run directory that several processes work in, or join it; ``FileError`` as in ``Run.open``."""
     file = directory / RUN
     if not file.is_file():
-        _make(directory, is_shared=True)
+        _make_shared(directory)
         scratch = file.with_name(f".{RUN}.{uuid4().hex}")
         scratch.write_text(json.dumps(asked, indent=1) + "\n")
         flush(scratch)
@@ -263,23 +264,31 @@ def _board(directory: Path, update: int) -> Any:
     return SummaryWriter(str(directory), purge_step=update)
 
 
-def _make(directory: Path, is_shared: bool = False) -> None:
-    """Make a directory in which there is nothing but what a kill left of its first file.
-
-    In one that is shared that may be the file which another process is about to write, so it stays.
-    """
+def _make(directory: Path) -> None:
+    """Make a directory in which there is nothing but what a kill left of its first file."""
     scratches = list(directory.glob(f".{RUN}.*")) if directory.is_dir() else []
-    is_empty = not directory.is_dir() or len(scratches) >= len(list(directory.iterdir()))
-    if not is_empty and not (is_shared and (directory / RUN).is_file()):  # begun since somebody looked
-        raise FileError(f"{directory} holds other things than a run; give a new or an empty directory")
+    if directory.is_dir() and len(scratches) < len(list(directory.iterdir())):
+        raise FileError(_OTHER_THINGS.format(directory))
     if not directory.is_dir():
         require_new(directory)
+    _make_directory(directory)
+    for scratch in scratches:
+        scratch.unlink(missing_ok=True)
+
+
+def _make_shared(directory: Path) -> None:
+    """Make a directory, or find it made by another process a moment ago; its first file is the first to appear."""
+    _make_directory(directory)
+    others = [file for file in directory.iterdir() if not file.name.startswith(f".{RUN}.")]
+    if others and not (directory / RUN).is_file():
+        raise FileError(_OTHER_THINGS.format(directory))
+
+
+def _make_directory(directory: Path) -> None:
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise FileError(f"{directory} cannot be written: {error.strerror}; give another place") from None
-    for scratch in [] if is_shared else scratches:
-        scratch.unlink(missing_ok=True)
 
 
 def _read_json(file: Path) -> dict[str, Any]:

@@ -135,7 +135,7 @@ def _line(done: Done) -> str:
 
 
 def _record(done: Done) -> dict[str, Any]:
-    return {"key": done.node.key, "chain": done.node.chain, **done.step.to_dict()}
+    return {"key": done.node.key, "chain": done.node.chain, "is_own": done.is_own, **done.step.to_dict()}
 
 
 def _print(found: list[Done]) -> None:

@@ -7,6 +7,7 @@ takes one more layer from what the step before it came to, the one whose transfe
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from copy import deepcopy
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, get_args
 
@@ -149,7 +150,8 @@ def prune_next(
         raise PredictError(f"a chain takes one more {kind} layer, but none is left that can go; give fewer rounds")
     entropies = transfer_entropy(student, images, sites=left, removal=removal, progress=progress)
     site = min(left, key=entropies.__getitem__)
-    return variants_of(base, [site], images)[site], Pick(site, entropies[site])
+    pruned = variants_of(base, [site], images)[site]  # around the student's own weights, which training would change
+    return deepcopy(pruned), Pick(site, entropies[site])
 
 
 def fine_tune(

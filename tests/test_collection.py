@@ -1,0 +1,376 @@
+"""Samples of accuracy, from a model to a table: what a chain does, that kills and company change nothing."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import test_cli
+import test_training_cli
+import torch
+from test_cli import SCRIPT, Run
+from torch import nn
+
+import hetdpt
+from hetdpt import collection
+from hetdpt.adapters.preprocessing import preprocessing_of
+from hetdpt.collection import Done, Workplace, collect_into, read_run, recheck_into
+from hetdpt.data.sources import open_data
+from hetdpt.data.unlabelled import ImageBatches
+from hetdpt.errors import FileError, PredictError
+from hetdpt.plan import Budget, Plan
+from hetdpt.predictor.samples import CollectConfig, Step, fine_tune, prune_next
+from hetdpt.recipes import quick
+from hetdpt.recovery import RecoverConfig
+from hetdpt.runs import share
+from hetdpt.surgery import known
+
+run = test_cli.run  # the fixture
+BRIEF = {"training.epochs": 1, "training.batch_size": 8, "training.lr": 5e-4, "per_class": 4}
+OPTIONS = (
+    "--data", "demo", "--epochs", "1", "--batch-size", "8", "--lr", "5e-4", "--per-class", "4", "--images", "24",
+    "--rounds", "2,1,1", "--workers", "0", "--batch", "1",
+)  # fmt: skip
+KEYS = ["dense", "a", "aa", "g", "ag"]
+
+
+def brief(**changes: Any) -> RecoverConfig:
+    return quick().config.with_settings({**BRIEF, **changes})
+
+
+def config(**changes: Any) -> CollectConfig:
+    return CollectConfig(**{"rounds": (2, 1, 1), "images": 24, "recovery": brief(), **changes})
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a directory with a model of three blocks that has seen the demo images for a moment."""
+    folder = tmp_path_factory.mktemp("collection")
+    model = hetdpt.load(test_training_cli.build(folder / "raw"))
+    upright = {"augmentation.hflip": 0.0, "augmentation.scale": (1.0, 1.0), "augmentation.ratio": (1.0, 1.0)}
+    training = {"training.epochs": 5, "training.lr": 2e-3, **upright}
+    for _ in hetdpt.recover(model, None, "demo", quick().config.with_settings(training)):
+        pass
+    hetdpt.save(model, folder / "dense")
+    return folder
+
+
+@pytest.fixture
+def dense(home: Path) -> nn.Module:
+    return hetdpt.load(home / "dense")
+
+
+@pytest.fixture(scope="module")
+def whole(home: Path) -> Path:
+    """Return the directory of a collection that nobody disturbed, made by the command line."""
+    command = [SCRIPT, "collect", home / "dense", "--out", home / "whole", *OPTIONS]
+    subprocess.run([*map(str, command)], env=environment(), check=True, capture_output=True, timeout=300)
+    return home / "whole"
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+
+
+def samples(directory: Path) -> dict[str, dict[str, Any]]:
+    """Return what is in samples/, without times."""
+    files = sorted((directory / "samples").glob("*.json"))
+    return {file.stem: {**json.loads(file.read_text()), "seconds": 0} for file in files}
+
+
+def table(directory: Path) -> list[dict[str, str]]:
+    with (directory / "samples.csv").open() as file:
+        return list(csv.DictReader(file))
+
+
+# what comes out
+
+
+def test_a_collection_is_complete(whole: Path) -> None:
+    assert list(samples(whole)) == sorted(KEYS)
+    rows = table(whole)
+    assert [(row["attention"], row["activation"]) for row in rows] == [
+        ("0", "0"), ("1", "0"), ("2", "0"), ("0", "1"), ("1", "1"),
+    ]  # fmt: skip
+    assert [row["chain"] for row in rows] == ["dense", "attention", "attention", "activation", "interleaved"]
+    assert hetdpt.load(whole / "dense") is not None
+    assert list((whole / "steps").iterdir()) == []  # no model is needed any more
+    prices = hetdpt.Prices.from_json((whole / "prices.json").read_text())
+    assert (len(prices.attention), len(prices.activation), prices.measured) == (3, 3, "cpu, float32, batch 1")
+    assert json.loads((whole / "run.json").read_text())["blocks"] == 3
+    assert rows[0]["accuracy"] == str(hetdpt.evaluate(hetdpt.load(whole / "dense"), "demo").top1)
+
+
+def test_a_chain_is_prune_fine_tune_and_evaluate(whole: Path, dense: nn.Module) -> None:
+    """Algorithm 1 by hand: each step takes the site of least TE from what the step before came to."""
+    data, found = open_data("demo"), samples(whole)
+    assert data.train is not None
+    images = ImageBatches(data.train, preprocessing_of(dense), count=24)
+    student = dense
+    for key in ("a", "aa"):
+        offered = [site for site in hetdpt.sites(student) if site.kind == "attention"]
+        entropies = hetdpt.transfer_entropy(student, images, sites=offered, removal="calibrated")
+        student, pick = prune_next(student, "attention", images)
+        assert pick.te == min(entropies.values()) == entropies[pick.site]
+        accuracies = [accuracy for _, accuracy in fine_tune(student, dense, data, brief())]
+        step = Step.from_dict(found[key])
+        assert (step.picks, [step.before, step.accuracy]) == ((pick,), accuracies)
+    assert known(student).plan.removal == "calibrated"
+    assert len(known(student).plan.attention) == 2
+    assert found["aa"]["accuracy"] != found["a"]["accuracy"]
+
+
+def test_the_chain_inherits_the_weights(whole: Path, dense: nn.Module) -> None:
+    """Pruned from the dense model instead, the second step would begin with another accuracy."""
+    data, found = open_data("demo"), samples(whole)
+    assert data.train is not None
+    images = ImageBatches(data.train, preprocessing_of(dense), count=24)
+    blocks = [found[key]["picks"][0]["site"]["block"] for key in ("a", "aa")]
+    fresh = hetdpt.calibrate_(dense, Plan(attention=tuple(blocks)), images)
+    assert hetdpt.evaluate(fresh, "demo").top1 != found["aa"]["before"]
+
+
+@pytest.mark.parametrize("removal", ["plain", ("linear", "calibrated")])
+def test_every_removal_style(removal: Any, dense: nn.Module, tmp_path: Path) -> None:
+    found = list(collect_into(tmp_path / "run", dense, "demo", config(removal=removal, rounds=(1, 1, 0))))
+    assert [done.node.key for done in found] == ["dense", "a", "g"]
+    assert all(done.is_own for done in found)
+
+
+def test_without_fine_tuning_a_sample_is_what_the_removal_leaves(dense: nn.Module, tmp_path: Path) -> None:
+    done = [*collect_into(tmp_path / "run", dense, "demo", config(fine_tunes=False, rounds=(1, 0, 0)))][-1]
+    assert done.step.accuracy == done.step.before
+    assert not (tmp_path / "run" / "steps" / "samples-a").exists()
+
+
+def test_one_chain_alone(home: Path, whole: Path, tmp_path: Path, run: Run) -> None:
+    options = ("--out", tmp_path / "run", *OPTIONS, "--json", "--chain")
+    activation = run("collect", home / "dense", *options, "activation")
+    assert [step["key"] for step in activation.values["samples"]] == ["dense", "g"]
+    interleaved = run("collect", home / "dense", *options, "interleaved")
+    assert [step["key"] for step in interleaved.values["samples"]] == ["dense", "a", "ag"]
+    run("collect", home / "dense", *options[:-1])
+    assert samples(tmp_path / "run") == samples(whole)
+
+
+# kills and company
+
+
+def start(home: Path, out: Path) -> subprocess.Popen[str]:
+    command = [str(part) for part in (SCRIPT, "collect", home / "dense", "--out", out, *OPTIONS, "--json")]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen([*command, "--checkpoint-minutes", "0"], env=environment(), text=True, **pipes)  # type: ignore[call-overload,no-any-return]
+
+
+def finish(process: subprocess.Popen[str]) -> dict[str, Any]:
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err
+    return json.loads(out)
+
+
+def kill_when(process: subprocess.Popen[str], is_time: Any) -> None:
+    deadline = time.monotonic() + 120
+    while not is_time():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+
+
+def test_killed_again_and_again_it_comes_to_the_same(home: Path, whole: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    moments = {
+        "before the dense model": lambda: (out / "run.json").is_file(),
+        "after it": lambda: (out / "dense").is_dir(),
+        "once a layer is chosen": lambda: (out / "steps" / "samples-a" / "start").is_dir(),
+        "in the fine-tuning": lambda: any((out / "steps" / "samples-aa" / "checkpoints").glob("0*.pt")),
+        "between two steps": lambda: (out / "samples" / "aa.json").is_file(),
+    }
+    for is_time in moments.values():
+        kill_when(start(home, out), is_time)
+    checkpoints = out / "steps" / "samples-g"
+    kill_when(start(home, out), lambda: len(list(checkpoints.glob("checkpoints/0*.pt"))) == 2)
+    finish(start(home, out))
+    assert samples(out) == samples(whole)
+    assert table(out)[1:] != []
+    assert list((out / "steps").iterdir()) == []
+
+
+def test_a_killed_step_goes_on_from_its_checkpoint(
+    home: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, trained = tmp_path / "run", list[int]()
+    folder = out / "steps" / "samples-a" / "checkpoints"
+    kill_when(start(home, out), lambda: any(folder.glob("00000002-*.pt")))
+
+    def tell(progress: object, now: Any) -> None:
+        trained.append(now.update)
+
+    monkeypatch.setattr(collection, "_tell", tell)
+    step = next(done.step for done in collect(out, hetdpt.load(home / "dense")) if done.node.key == "a")
+    assert trained[0] > 1  # updates that the killed process did are not done again
+    assert {**step.to_dict(), "seconds": 0} == Step.from_dict(samples(whole)["a"]).to_dict()
+
+
+def collect(out: Path, model: nn.Module) -> Iterator[Done]:
+    return collect_into(out, model, "demo", config(), Workplace(minutes=0, batch=1))
+
+
+def test_processes_share_the_steps(home: Path, whole: Path, tmp_path: Path) -> None:
+    """Three at once: all see all steps, each step was taken once, and it is what one alone comes to."""
+    out = tmp_path / "run"
+    answers = [finish(process) for process in [start(home, out) for _ in range(3)]]
+    for answer in answers:
+        assert sorted(step["key"] for step in answer["samples"]) == sorted(KEYS)
+    taken = [step["key"] for answer in answers for step in answer["samples"] if step["is_own"]]
+    assert sorted(taken) == sorted(KEYS)
+    assert samples(out) == samples(whole)
+
+
+def test_a_step_of_another_process_is_waited_for(home: Path, whole: Path, tmp_path: Path) -> None:
+    """One has the whole chain from its first step; a second one that wants the step after it waits, then goes on."""
+    out = tmp_path / "run"
+    first = start(home, out)
+    while not (out / "steps" / "samples-a").is_dir():
+        assert first.poll() is None, first.communicate()
+        time.sleep(0.005)
+    told: list[str] = []
+    place = Workplace(minutes=0, batch=1, progress=lambda stage, *_: told.append(stage))
+    found = [*collect_into(out, hetdpt.load(home / "dense"), "demo", config(), place, chain="interleaved")]
+    assert f"waiting for pid {first.pid}" in " ".join(told)
+    assert [done.is_own for done in found if done.node.key == "a"] == [False]
+    finish(first)
+    assert samples(out) == samples(whole)
+
+
+def test_processes_of_one_group_are_refused(home: Path, tmp_path: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "hetdpt"]
+    command = [*torchrun, "collect", home / "dense", "--out", tmp_path / "run", *OPTIONS, "--device", "cpu"]
+    result = subprocess.run([*map(str, command)], env=environment(), capture_output=True, text=True, check=False)
+    assert result.returncode != 0
+    assert "start the same command several times, each with its own --device" in result.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_many_begin_a_shared_directory_at_once(tmp_path: Path) -> None:
+    """Whoever is first decides; the others join if they ask for the same."""
+    out = str(tmp_path / "run")
+    code = f"from hetdpt.runs import share; from pathlib import Path; share(Path({out!r}), {{'a': 1}})"
+    processes = [subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True) for _ in range(4)]
+    for process in processes:
+        assert process.communicate(timeout=60)[1] == ""
+        assert process.returncode == 0
+    assert [file.name for file in (tmp_path / "run").iterdir()] == ["run.json"]
+    with pytest.raises(FileError, match="was begun with a = 1, not 2"):
+        share(tmp_path / "run", {"a": 2})
+
+
+# measured again
+
+
+def test_splits_are_measured_again(whole: Path, tmp_path: Path) -> None:
+    budgets = [Budget(1, 1), Budget(0, 2)]
+    found = list(recheck_into(whole, budgets, "demo", Workplace(minutes=0), epochs=2))
+    assert [done.step.budget for done in found] == budgets
+    assert [done.node.kinds for done in found] == [("attention", "activation"), ("activation", "activation")]
+    assert all(len(done.step.picks) == 2 and done.is_own for done in found)
+    again = list(recheck_into(whole, budgets, "demo", epochs=2))
+    assert [(done.step, done.is_own) for done in again] == [(done.step, False) for done in found]
+    assert list(samples(whole)) == sorted(KEYS)  # they are no samples: those have fewer epochs
+    assert {file.name for file in (whole / "recheck").iterdir()} == {"1-1-epochs-2.json", "0-2-epochs-2.json"}
+
+
+def test_a_recheck_is_longer_by_itself(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+
+    def stop(student: nn.Module, teacher: nn.Module, data: object, config: RecoverConfig, **_: object) -> Iterator[Any]:
+        seen.append(config.training.epochs)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(collection, "fine_tune", stop)
+    with pytest.raises(KeyboardInterrupt):
+        list(recheck_into(whole, [Budget(1, 0)], "demo"))
+    assert seen == [3]
+
+
+# bad input
+
+
+def test_something_else_is_not_mixed_in(whole: Path, home: Path, dense: nn.Module, tmp_path: Path) -> None:
+    before = samples(whole)
+    with pytest.raises(FileError, match="was begun with config ="):
+        list(collect_into(whole, dense, "demo", config(images=25)))
+    with torch.no_grad():
+        dense.head.bias += 1
+    with pytest.raises(FileError, match="was begun with model ="):
+        list(collect_into(whole, dense, "demo", config()))
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(FileError, match="holds other things than a run"):
+        list(collect_into(tmp_path, hetdpt.load(home / "dense"), "demo", config()))
+    assert samples(whole) == before
+
+
+def test_a_damaged_sample_is_named(dense: nn.Module, tmp_path: Path) -> None:
+    list(collect_into(tmp_path / "run", dense, "demo", config(rounds=(1, 0, 0), fine_tunes=False)))
+    file = tmp_path / "run" / "samples" / "a.json"
+    file.write_text("{}")
+    with pytest.raises(FileError, match=r"a\.json is damaged .* remove it to take that step again"):
+        list(collect_into(tmp_path / "run", dense, "demo", config(rounds=(1, 0, 0), fine_tunes=False)))
+    file.unlink()
+    assert len(list(collect_into(tmp_path / "run", dense, "demo", config(rounds=(1, 0, 0), fine_tunes=False)))) == 2
+
+
+CHAINS = "attention, activation, interleaved"
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (("--rounds", "2,1"), "--rounds takes three numbers, of attention, activation and interleaved, not '2,1'"),
+        (
+            ("--rounds", "0,0,0"),
+            f"rounds are (0, 0, 0); one number for each of the chains {CHAINS} was expected, 0 for none, such as 5,5,3",
+        ),
+        (
+            ("--rounds", "4,1,1"),
+            "4 rounds of the chain attention take 4 attention layers, but this model has 3 that can go; "
+            "give fewer rounds",
+        ),
+        (
+            ("--rounds", "2,1,0", "--chain", "interleaved"),
+            "the chain interleaved has no rounds; those that have are attention, activation",
+        ),
+        (("--chain", "both"), f"the chain both has no rounds; those that have are {CHAINS}"),
+    ],
+)
+def test_bad_options(options: tuple[str, ...], text: str, run: Run, home: Path, tmp_path: Path) -> None:
+    run("collect", home / "dense", "--out", tmp_path / "run", *OPTIONS, *options).is_refused(text)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_recheck_needs_a_collection_and_its_data(whole: Path, tmp_path: Path) -> None:
+    with pytest.raises(FileError, match="is no directory of hetdpt collect"):
+        list(recheck_into(tmp_path, [Budget(1, 0)], "demo"))
+    other = replace(open_data("demo"), name="other")
+    with pytest.raises(PredictError, match="was collected on demo, not on other"):
+        list(recheck_into(whole, [Budget(1, 0)], other))
+    assert read_run(whole)["data"] == "demo"
+
+
+def test_the_command_tells_what_it_does(run: Run, home: Path, whole: Path) -> None:
+    result = run("collect", home / "dense", "--out", whole, *OPTIONS)
+    assert result.code == 0
+    assert "dense: accuracy" in result.out
+    assert "(done before, or by another process)" in result.out
+    assert f"hetdpt predict {whole} --layers" in result.out
