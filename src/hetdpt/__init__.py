@@ -17,6 +17,7 @@ from hetdpt import torchvision_ops
 if TYPE_CHECKING:
     from hetdpt.adapters.models import Base, create
     from hetdpt.calibration import calibrate_
+    from hetdpt.collection import Workplace, collect_into, recheck_into
     from hetdpt.data.augmentation import Augmentation
     from hetdpt.entropy import transfer_entropy
     from hetdpt.errors import HetDPTError
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from hetdpt.predictor.allocate import Allocation, Split, allocate, frontier
     from hetdpt.predictor.polynomial import Predictor, fit_predictor
     from hetdpt.predictor.prices import Price, Prices
+    from hetdpt.predictor.pricing import measure_prices
+    from hetdpt.predictor.samples import CollectConfig
     from hetdpt.published import published_plan, published_plans
     from hetdpt.recovery import RecoverConfig, recover
     from hetdpt.surgery import gate_, gates_of, merge_, prune_, restore_, sites
@@ -42,6 +45,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "hetdpt.adapters.models": ("Base", "create"),
     "hetdpt.calibration": ("calibrate_",),
+    "hetdpt.collection": ("Workplace", "collect_into", "recheck_into"),
     "hetdpt.data.augmentation": ("Augmentation",),
     "hetdpt.entropy": ("transfer_entropy",),
     "hetdpt.errors": ("HetDPTError",),
@@ -56,6 +60,8 @@ _HOMES = {
     "hetdpt.predictor.allocate": ("Allocation", "Split", "allocate", "frontier"),
     "hetdpt.predictor.polynomial": ("Predictor", "fit_predictor"),
     "hetdpt.predictor.prices": ("Price", "Prices"),
+    "hetdpt.predictor.pricing": ("measure_prices",),
+    "hetdpt.predictor.samples": ("CollectConfig",),
     "hetdpt.published": ("published_plan", "published_plans"),
     "hetdpt.recovery": ("RecoverConfig", "recover"),
     "hetdpt.surgery": ("gate_", "gates_of", "merge_", "prune_", "restore_", "sites"),
@@ -69,6 +75,7 @@ __all__ = [
     "Augmentation",
     "Base",
     "Budget",
+    "CollectConfig",
     "Distillation",
     "HetDPTError",
     "Measurement",
@@ -82,8 +89,10 @@ __all__ = [
     "Site",
     "Split",
     "TrainConfig",
+    "Workplace",
     "allocate",
     "calibrate_",
+    "collect_into",
     "count_macs",
     "count_params",
     "create",
@@ -95,12 +104,14 @@ __all__ = [
     "gates_of",
     "latency_table",
     "load",
+    "measure_prices",
     "measure_throughput",
     "merge_",
     "prune_",
     "published_plan",
     "published_plans",
     "push_to_hub",
+    "recheck_into",
     "recover",
     "restore_",
     "save",

@@ -14,7 +14,6 @@ Steps form a tree: a step begins from the model its parent came to. Chains that 
 
 from __future__ import annotations
 
-import csv
 import json
 import shutil
 import time
@@ -38,8 +37,10 @@ from hetdpt.export.saved import RECIPE, load, save
 from hetdpt.files import written
 from hetdpt.measurement.accuracy import evaluate
 from hetdpt.modules import digest, find_device
-from hetdpt.plan import Budget, Kind
+from hetdpt.plan import Budget, Kind, Site
+from hetdpt.predictor.prices import PRICES_FILE
 from hetdpt.predictor.pricing import measure_prices
+from hetdpt.predictor.rows import SAMPLES_FILE, write_rows
 from hetdpt.predictor.samples import Chain, CollectConfig, Pick, Step, fine_tune, prune_next
 from hetdpt.recovery import RecoverConfig
 from hetdpt.runs import CHECKPOINTS, METRICS, RUN, Checkpoints, Metrics, share
@@ -47,7 +48,7 @@ from hetdpt.surgery import known, ready, removable
 from hetdpt.training.processes import start
 from hetdpt.training.trainer import Progress
 
-CSV, PRICES, DENSE = "samples.csv", "prices.json", "dense"
+DENSE = "dense"
 SAMPLES, RECHECK, STEPS, CLAIMS = "samples", "recheck", "steps", "claims"
 START, LAST, PICKS = "start", "last", "picks.json"
 LETTERS = {"attention": "a", "activation": "g"}  # as in the paper's m^a and m^g
@@ -99,7 +100,7 @@ class Workplace:
 
 
 def collect_into(
-    directory: Path,
+    directory: str | Path,
     model: nn.Module,
     data: str | Data,
     config: CollectConfig,
@@ -113,7 +114,7 @@ def collect_into(
     see, each takes the next step that nobody works on; a process yields what the others did too, and returns when all
     is done. ``chain`` takes the steps of that one alone.
     """
-    place = place or Workplace()
+    directory, place = Path(directory), place or Workplace()
     _require_alone(config.recovery, place)
     opened = data if isinstance(data, Data) else open_data(data)
     base = ready(model, config.removal)
@@ -130,7 +131,7 @@ def collect_into(
 
 
 def recheck_into(
-    directory: Path,
+    directory: str | Path,
     budgets: Sequence[Budget],
     data: str | Data,
     place: Workplace | None = None,
@@ -142,7 +143,7 @@ def recheck_into(
     ``directory`` is one of ``collect_into``; its model and settings are used. ``epochs`` are three times as many as
     its steps had, by default. Layers are chosen by transfer entropy as in the chains, the two kinds in turn.
     """
-    place = place or Workplace()
+    directory, place = Path(directory), place or Workplace()
     opened = data if isinstance(data, Data) else open_data(data)
     asked = read_run(directory)
     if opened.name != asked["data"]:
@@ -249,7 +250,7 @@ class _Job:
         if not self._has_dense:
             save(deepcopy(self.model).cpu(), self.directory / DENSE)
         prices = measure_prices(self.model, removal=self.config.removal, batch=place.batch, progress=place.progress)
-        with written(self.directory / PRICES) as scratch:
+        with written(self.directory / PRICES_FILE) as scratch:
             scratch.write_text(prices.to_json() + "\n")
         return evaluate(self.model, self.data, workers=place.workers, progress=place.stage("evaluating")).top1
 
@@ -297,16 +298,21 @@ class _Job:
                 shutil.rmtree(self._folder(node) / part, ignore_errors=True)
 
     def _write_table(self) -> None:
-        """Write all samples there are as a table."""
-        with written(self.directory / CSV) as scratch, scratch.open("w", newline="") as file:
-            table = csv.writer(file)
-            table.writerow(["attention", "activation", "accuracy", "before", "chain", "layers", "te", "seconds"])
-            for node in self.tree.values():
-                if step := self.step(node):
-                    layers = " ".join(f"{LETTERS[pick.site.kind]}{pick.site.block}" for pick in step.picks)
-                    te = " ".join(f"{pick.te:.6g}" for pick in step.picks)
-                    counts, seconds = asdict(step.budget).values(), round(step.seconds, 1)
-                    table.writerow([*counts, step.accuracy, step.before, node.chain, layers, te, seconds])
+        """Write all samples there are as a table, again if there are more by then: others write it too."""
+        written_ones: list[tuple[Node, Step]] | None = None
+        while (done := self._done()) != written_ones:
+            more: dict[str, list[object]] = {
+                "before": [step.before for _, step in done],
+                "chain": [node.chain for node, _ in done],
+                "layers": [" ".join(_short(pick.site) for pick in step.picks) for _, step in done],
+                "te": [" ".join(f"{pick.te:.6g}" for pick in step.picks) for _, step in done],
+                "seconds": [round(step.seconds, 1) for _, step in done],
+            }
+            write_rows(self.directory / SAMPLES_FILE, [step.sample for _, step in done], more)
+            written_ones = done
+
+    def _done(self) -> list[tuple[Node, Step]]:
+        return [(node, step) for node in self.tree.values() if (step := self.step(node))]
 
     @property
     def _has_dense(self) -> bool:
@@ -375,6 +381,10 @@ def _tree(chains: dict[Chain, tuple[Kind, ...]]) -> dict[str, Node]:
             nodes.setdefault(key, Node(key, parent, kinds[:count], kinds[count - 1 : count], chain))
             parent = key
     return nodes
+
+
+def _short(site: Site) -> str:
+    return f"{LETTERS[site.kind]}{site.block}"
 
 
 def _in_turn(budget: Budget) -> tuple[Kind, ...]:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 from hetdpt.errors import FileError
 
@@ -76,7 +77,7 @@ def _umask() -> int:
 @contextmanager
 def written(target: Path) -> Iterator[Path]:
     """Give a scratch file that becomes ``target`` when the block ends, all at once or not at all."""
-    scratch = target.with_name(f".{target.name}.{os.getpid()}")
+    scratch = target.with_name(f".{target.name}.{uuid4().hex}")  # processes of other machines may have our number
     try:
         yield scratch
         flush(scratch)

@@ -245,8 +245,8 @@ def _require_prices(wanted: Wanted, prices: Prices | None) -> None:
     needed = [name for name in wanted.conditions if name != "layers"]
     if needed and prices is None:
         raise PredictError(
-            f"{' and '.join(needed)} need to know what each layer costs; give prices (--model MODEL measures them, "
-            "and a directory of hetdpt collect has them)"
+            f"for {' and '.join(needed)} it must be known what each layer costs; give prices (--model MODEL measures "
+            "them, and a directory of hetdpt collect has them)"
         )
     if "speedup" in needed and prices is not None and prices.dense.ms is None:
         raise PredictError("a speedup needs the time of each layer, which these prices do not have; measure them anew")
@@ -255,7 +255,7 @@ def _require_prices(wanted: Wanted, prices: Prices | None) -> None:
 def _is_tied(predictor: Predictor, best: Split, other: Split) -> bool:
     """Whether the interval of the difference between two predictions holds 0."""
     first, second = predictor.terms([predictor.ratios(split.budget) for split in (best, other)])
-    return best.accuracy - other.accuracy <= predictor.half_width(first - second)
+    return round(best.accuracy - other.accuracy, 9) <= predictor.half_width(first - second)
 
 
 def _shares(predictor: Predictor, budgets: Sequence[Budget], seed: int = 0) -> list[float]:

@@ -10,6 +10,8 @@ from typing import Any
 from hetdpt.errors import PredictError
 from hetdpt.plan import KINDS, Budget, Kind
 
+PRICES_FILE = "prices.json"  # of a directory of hetdpt collect
+
 
 @dataclass(frozen=True)
 class Price:

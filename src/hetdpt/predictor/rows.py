@@ -16,6 +16,7 @@ from hetdpt.errors import PredictError
 from hetdpt.files import written
 from hetdpt.plan import Budget, Sample
 
+SAMPLES_FILE = "samples.csv"  # of a directory of hetdpt collect
 COUNTS = ("attention", "activation", "accuracy")
 RATIOS = ("a", "t", "accuracy")
 DELIMITERS = (",", ";", "\t")

@@ -121,6 +121,8 @@ def draw(
     from matplotlib.figure import Figure
 
     view = View(predictor, prices)
+    if chosen is not None and not isfinite(view.place(chosen.budget)):
+        chosen = None
     shown = _in_reach(frontier, view, chosen)
     figure = Figure(figsize=(10, 6.5), layout="constrained")
     panel = figure.subplots()
@@ -128,7 +130,7 @@ def draw(
     _draw_frontier(panel, shown, view)
     places, accuracies = zip(*view.samples, strict=True)
     panel.scatter(places, accuracies, s=26, color=SAMPLE, marker="x", zorder=4, label="samples")
-    if chosen is not None and isfinite(view.place(chosen.budget)):
+    if chosen is not None:
         _draw_chosen(panel, chosen, view)
     _label(panel, shown, view)
     _finish(panel, view, len(frontier) - len(shown))
@@ -139,7 +141,7 @@ def _in_reach(frontier: Sequence[Split], view: View, chosen: Split | None) -> li
     """Return the splits that the figure shows: to ``REACH`` times the samples, and as far as the chosen one."""
     start = view.place(Budget(0, 0))
     far = start + REACH * (max(place for place, _ in view.samples) - start)
-    if chosen is not None and isfinite(view.place(chosen.budget)):
+    if chosen is not None:
         far = max(far, view.place(chosen.budget))
     return [split for split in frontier if view.place(split.budget) <= far]
 
@@ -148,7 +150,7 @@ def _limit(panel: Axes, splits: Sequence[Split], view: View) -> None:
     """Set the limits by what is predicted and measured; the band may leave them."""
     places = [view.place(split.budget) for split in splits] + [place for place, _ in view.samples]
     values = [split.accuracy for split in splits] + [accuracy for _, accuracy in view.samples]
-    for set_, found in ((panel.set_xlim, [x for x in places if isfinite(x)]), (panel.set_ylim, values)):
+    for set_, found in ((panel.set_xlim, places), (panel.set_ylim, values)):
         span = max(found) - min(found) or 1.0
         set_(min(found) - 0.04 * span, max(found) + 0.08 * span)
 
@@ -201,7 +203,8 @@ def _finish(panel: Axes, view: View, left_out: int) -> None:
     panel.set_axisbelow(True)
     for side in ("top", "right"):
         panel.spines[side].set_visible(False)
-    panel.legend(frameon=False, fontsize="small", loc="lower left")
+    below: Any = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.08)}
+    panel.legend(frameon=False, fontsize="small", ncols=5, columnspacing=1.6, **below)
     if left_out:
         corner: Any = {"transform": panel.transAxes, "ha": "right", "va": "top", "fontsize": "x-small"}
         panel.text(1, 1, f"{left_out} further out are not drawn", **corner)
