@@ -304,6 +304,36 @@ def test_a_recheck_is_longer_by_itself(whole: Path, monkeypatch: pytest.MonkeyPa
     assert seen == [3]
 
 
+def test_predict_measures_the_best_splits_again(run: Run, whole: Path) -> None:
+    options = ("predict", whole, "--layers", 2, "--json")
+    guessed = run(*options).values
+    decided = run(*options, "--recheck", 2, "--data", "demo", "--epochs", 2, "--workers", 0).values
+    measured = {(row["attention"], row["activation"]): row["accuracy"] for row in decided["rechecked"]}
+    assert list(measured) == [(row["attention"], row["activation"]) for row in guessed["table"][:2]]
+    assert tuple(decided["budget"].values()) == max(measured, key=measured.__getitem__)
+    assert decided["table"] == guessed["table"]
+    files = {file.stem: json.loads(file.read_text()) for file in (whole / "recheck").glob("*-epochs-2.json")}
+    assert {files[f"{a}-{g}-epochs-2"]["accuracy"] for a, g in measured} == set(measured.values())
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (("--layers", 2, "--data", "demo"), "nothing is measured again, but --data was given; add --recheck 3"),
+        (("--recheck", 2), "--recheck decides between splits of a budget; give one, such as --layers 8"),
+        (("--layers", 2, "--recheck", 2), "--recheck trains; give --data, the same as for hetdpt collect"),
+    ],
+)
+def test_a_recheck_that_cannot_be(options: tuple[object, ...], text: str, run: Run, whole: Path) -> None:
+    run("predict", whole, *options).is_refused(text)
+
+
+def test_a_recheck_needs_the_model(run: Run, whole: Path) -> None:
+    file = whole / "samples.csv"
+    result = run("predict", file, "--blocks", 3, "--layers", 2, "--recheck", 2, "--data", "demo")
+    result.is_refused(f"--recheck needs the model too; give a directory of hetdpt collect, not {file}")
+
+
 # bad input
 
 

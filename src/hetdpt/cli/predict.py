@@ -14,6 +14,7 @@ import typer
 from hetdpt.cli.options import (
     Batch,
     Classes,
+    DataRoot,
     Device,
     ImgSize,
     Json,
@@ -24,6 +25,7 @@ from hetdpt.cli.options import (
     read_removal,
 )
 from hetdpt.cli.show import print_, print_json, stages, table
+from hetdpt.cli.training import Workers, workers_of
 from hetdpt.errors import PredictError
 
 if TYPE_CHECKING:
@@ -32,7 +34,7 @@ if TYPE_CHECKING:
     from hetdpt.predictor.prices import Prices
 
 PREDICT = "predict.json"  # by which a directory of ours is known
-SAMPLES, PRICES, RUN = "samples.csv", "prices.json", "run.json"  # of a directory of hetdpt collect
+RUN = "run.json"  # of a directory of hetdpt collect
 SHOWN = 20  # rows of a table
 NAMED = 8  # splits in a sentence
 AMOUNT = re.compile(r"(\d+\.?\d*|\.\d+)(e[+-]?\d+)?\s*([kmg%]?)", re.IGNORECASE)
@@ -64,6 +66,15 @@ def predict(
         Path | None, typer.Option(help="Directory for predict.json, splits.csv, prices.json, frontier.csv and .png.")
     ] = None,
     is_all: Annotated[bool, typer.Option("--all", help=f"Print whole tables, not {SHOWN} rows of each.")] = False,
+    recheck: Annotated[
+        int | None, typer.Option(min=1, help="Measure so many of the best splits by a longer run, and decide on that.")
+    ] = None,
+    data: Annotated[str | None, typer.Option(help="For --recheck: the data that was collected on.")] = None,
+    data_root: DataRoot = None,
+    epochs: Annotated[
+        int | None, typer.Option(min=1, help="Of the fine-tuning of --recheck: three times those of hetdpt collect.")
+    ] = None,
+    workers: Workers = None,
     overwrite: Overwrite = False,
     as_json: Json = False,
     quiet: Quiet = False,
@@ -79,7 +90,9 @@ def predict(
     sizes: dict[str, Any] = {"num_classes": num_classes, "img_size": img_size}
     sizes |= {"weights": weights, "pretrained": pretrained}
     place: dict[str, Any] = {"batch": batch, "device": device, "removal": removal}
-    _refuse_strays(model, prices, {**sizes, **place})
+    again = Recheck(recheck, data, data_root, epochs, workers, device)
+    _refuse_strays(model, prices, {**sizes, **place, "device": None if recheck else device})
+    again.check(samples, bool(wanted))
     if out is not None:
         require_new(out, overwrite, PREDICT)
     rows = read_rows(_file_of(samples))
@@ -89,6 +102,8 @@ def predict(
     else:
         priced = _measure(model, sizes, place, predictor.blocks, quiet or as_json)
     allocation = _allocate(predictor, wanted, priced) if wanted else None
+    if allocation and recheck:
+        allocation = again.decide(samples, allocation, quiet or as_json, is_silent=as_json)
     found = Prediction(predictor, frontier(predictor, priced), allocation, priced)
     if out is not None:
         _write(found, out, overwrite)
@@ -97,6 +112,50 @@ def predict(
     _print(found, None if is_all else SHOWN)
     if out is not None:
         typer.echo(f"written to {out}: {', '.join(sorted(file.name for file in out.iterdir()))}")
+
+
+@dataclass(frozen=True)
+class Recheck:
+    """How many splits are measured again, and how."""
+
+    count: int | None
+    data: str | None
+    data_root: Path | None
+    epochs: int | None
+    workers: int | None
+    device: str | None
+
+    def check(self, samples: Path, has_budget: bool) -> None:
+        """Raise ``PredictError`` for options that nothing would come of."""
+        options = {"data": self.data, "data-root": self.data_root, "epochs": self.epochs, "workers": self.workers}
+        if self.count is None:
+            if given := [f"--{name}" for name, value in options.items() if value is not None]:
+                raise PredictError(f"nothing is measured again, but {', '.join(given)} was given; add --recheck 3")
+            return
+        if not has_budget:
+            raise PredictError("--recheck decides between splits of a budget; give one, such as --layers 8")
+        if not samples.is_dir():
+            raise PredictError(f"--recheck needs the model too; give a directory of hetdpt collect, not {samples}")
+        if self.data is None:
+            raise PredictError("--recheck trains; give --data, the same as for hetdpt collect")
+
+    def decide(self, samples: Path, allocation: Allocation, is_quiet: bool, is_silent: bool) -> Allocation:
+        """Return the allocation after the best splits were measured by a longer run."""
+        from hetdpt.collection import Workplace, recheck_into
+        from hetdpt.data.sources import open_data
+
+        assert self.data is not None
+        budgets = [split.budget for split in allocation.table[: self.count]]
+        opened = open_data(self.data, root=self.data_root)
+        found = []
+        with stages(is_quiet) as (move, say):
+            place = Workplace(device=self.device, workers=workers_of(self.workers), progress=move)
+            for done in recheck_into(samples, budgets, opened, place, epochs=self.epochs):
+                found.append(done.step.sample)
+                if not is_silent:
+                    counts = f"{done.step.budget.attention} attention + {done.step.budget.activation} activation"
+                    say(f"measured again: {counts}: {done.step.before:.2f} -> {done.step.accuracy:.2f} %")
+        return allocation.with_rechecked(found)
 
 
 @dataclass(frozen=True)
@@ -165,11 +224,13 @@ def _refuse_strays(model: str | None, prices: Path | None, options: dict[str, An
 
 
 def _file_of(samples: Path) -> Path:
+    from hetdpt.predictor.rows import SAMPLES_FILE
+
     if not samples.is_dir():
         return samples
-    if not (samples / SAMPLES).is_file():
-        raise PredictError(f"{samples} holds no {SAMPLES}; give a CSV, or a directory of hetdpt collect")
-    return samples / SAMPLES
+    if not (samples / SAMPLES_FILE).is_file():
+        raise PredictError(f"{samples} holds no {SAMPLES_FILE}; give a CSV, or a directory of hetdpt collect")
+    return samples / SAMPLES_FILE
 
 
 def _blocks_of(samples: Path) -> int:
@@ -190,10 +251,10 @@ def _blocks_of(samples: Path) -> int:
 
 def _read_prices(samples: Path, file: Path | None) -> Prices | None:
     """Return the prices in ``file`` or, where none is given, those beside the samples, if there are any."""
-    from hetdpt.predictor.prices import Prices
+    from hetdpt.predictor.prices import PRICES_FILE, Prices
 
     if file is None:
-        file = samples / PRICES
+        file = samples / PRICES_FILE
         if not file.is_file():
             return None
     try:
@@ -231,6 +292,7 @@ def _allocate(predictor: Predictor, wanted: dict[str, Amount], prices: Prices | 
 
 def _write(found: Prediction, out: Path, overwrite: bool) -> None:
     from hetdpt.files import new_directory
+    from hetdpt.predictor.prices import PRICES_FILE
     from hetdpt.report.frontier import draw, write_csv
 
     best = found.allocation.best if found.allocation else None
@@ -241,7 +303,7 @@ def _write(found: Prediction, out: Path, overwrite: bool) -> None:
         if found.allocation:
             write_csv(found.allocation.table, scratch / "splits.csv", is_choice=True)
         if found.prices:
-            (scratch / PRICES).write_text(found.prices.to_json() + "\n")
+            (scratch / PRICES_FILE).write_text(found.prices.to_json() + "\n")
 
 
 def _print(found: Prediction, most: int | None) -> None:
@@ -280,10 +342,14 @@ def _print_allocation(allocation: Allocation, most: int | None) -> None:
 
     _print_splits(f"what to remove for {allocation.wanted}, the best first", allocation.table, most, is_choice=True)
     best = allocation.best
-    others = [split for split in allocation.table if split.is_tied and split != best]
+    others = [split for split in allocation.table if split.is_tied and split != allocation.table[0]]
+    remove = f"remove {best.budget.attention} attention and {best.budget.activation} activation layers: predicted "
+    remove += f"{best.accuracy:.2f} % {_interval(best)}"
+    if allocation.rechecked:
+        measured = max(sample.accuracy for sample in allocation.rechecked)
+        return typer.echo(f"{remove}; {measured:.2f} % measured, the best of {len(allocation.rechecked)}")
     typer.echo(
-        f"remove {best.budget.attention} attention and {best.budget.activation} activation layers: predicted "
-        f"{best.accuracy:.2f} % {_interval(best)}; wins {100 * best.share:.0f} % of {DRAWS:,} bootstrap draws"
+        f"{remove}; wins {100 * best.share:.0f} % of {DRAWS:,} bootstrap draws"
         + (f"; cannot be told from: {_names(others)}" if others else "")
     )
 

@@ -125,9 +125,10 @@ class Allocation:
 
     @cached_property
     def warnings(self) -> tuple[str, ...]:
-        """What makes the choice doubtful, a sentence each."""
-        found = list(self.predictor.warnings)
-        best = self.best
+        """What makes the choice doubtful, a sentence each; where it was measured, only what is said of the fit."""
+        found, best = list(self.predictor.warnings), self.best
+        if self.rechecked:
+            return tuple(found)
         if best.is_beyond:
             found.append(
                 f"{best} lies beyond the samples ({_nearest(self.predictor, best)}); sample further or recheck"
@@ -245,8 +246,8 @@ def _require_prices(wanted: Wanted, prices: Prices | None) -> None:
     needed = [name for name in wanted.conditions if name != "layers"]
     if needed and prices is None:
         raise PredictError(
-            f"for {' and '.join(needed)} it must be known what each layer costs; give prices (--model MODEL measures "
-            "them, and a directory of hetdpt collect has them)"
+            f"for {' and '.join(needed)} it must be known what each layer costs; give prices: --prices FILE, or "
+            "--model MODEL, which measures them; a directory of hetdpt collect has them"
         )
     if "speedup" in needed and prices is not None and prices.dense.ms is None:
         raise PredictError("a speedup needs the time of each layer, which these prices do not have; measure them anew")

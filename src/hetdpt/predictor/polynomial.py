@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from math import comb, isfinite, sqrt
 from typing import Any
 
@@ -156,7 +156,7 @@ class Predictor:
 
     @property
     def _theta(self) -> dict[tuple[int, int], float]:
-        powers = PolynomialFeatures(self.degree).fit([[1.0, 1.0]]).powers_
+        powers = _powers(self.degree)
         return {(int(i), int(j)): float(value) for (i, j), value in zip(powers, self._solution, strict=True)}
 
 
@@ -284,8 +284,16 @@ def _solve(terms: np.ndarray, accuracies: np.ndarray) -> np.ndarray:
 
 def _terms(degree: int, points: np.ndarray) -> np.ndarray:
     """Return 1, a, t, a^2, ... of each of ``points``: (n, 2) -> (n, p)."""
-    terms: np.ndarray = PolynomialFeatures(degree).fit_transform(points)
+    powers = _powers(degree)
+    terms: np.ndarray = points[:, :1] ** powers[:, 0] * points[:, 1:] ** powers[:, 1]
     return terms
+
+
+@cache
+def _powers(degree: int) -> np.ndarray:
+    """Return the exponents (i, j) of each term, (p, 2), in the order of scikit-learn."""
+    powers: np.ndarray = PolynomialFeatures(degree).fit([[1.0, 1.0]]).powers_
+    return powers
 
 
 def _term(i: int, j: int, first: str, second: str) -> str:

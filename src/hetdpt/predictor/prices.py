@@ -81,6 +81,8 @@ class Prices:
             values: dict[str, Any] = json.loads(text)
             kinds = {kind: tuple(_price(price) for price in values[kind]) for kind in KINDS}
             found = cls(_price(values["dense"]), **kinds, measured=str(values["measured"]))
+            if min(found.dense.macs, found.dense.params, 1 if found.dense.ms is None else found.dense.ms) <= 0:
+                raise ValueError("the dense model costs nothing")
             if len({price.ms is None for price in (found.dense, *found.attention, *found.activation)}) > 1:
                 raise ValueError("some have a time and some have none")
             return found
@@ -91,6 +93,6 @@ class Prices:
 def _price(values: Any) -> Price:
     price = Price(**values)
     numbers = price.macs, price.params, 0.0 if price.ms is None else price.ms
-    if not all(isinstance(number, int | float) and isfinite(number) for number in numbers):
+    if not all(type(number) in (int, float) and isfinite(number) for number in numbers):
         raise ValueError(f"{values} are no numbers")
     return price

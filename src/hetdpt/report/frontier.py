@@ -44,6 +44,9 @@ def summary(
         "wanted": allocation.wanted.conditions if allocation else None,
         "budget": asdict(allocation.budget) if allocation else None,
         "table": [values_of(split, is_choice=True) for split in allocation.table] if allocation else None,
+        "rechecked": [{**asdict(sample.budget), "accuracy": sample.accuracy} for sample in allocation.rechecked]
+        if allocation
+        else None,
         "frontier": [values_of(split) for split in frontier],
         "prices": json.loads(prices.to_json()) if prices else None,
         "warnings": list(allocation.warnings if allocation else predictor.warnings),
