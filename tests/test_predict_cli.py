@@ -320,7 +320,7 @@ def test_a_run_directory_that_is_not_whole(run: Run, tmp_path: Path) -> None:
     )
     (directory / "prices.json").unlink()
     run("predict", directory, "--blocks", 12, "--speedup", 1.2).is_refused_like(
-        "for speedup it must be known what each layer costs; give prices .*"
+        "for speedup it must be known what each layer costs; give prices: .*"
     )
     (directory / "samples.csv").unlink()
     run("predict", directory).is_refused(
@@ -465,7 +465,7 @@ def test_bad_options(run: Run, listing: Path, prices: Path, options: tuple[Any, 
 def test_costs_need_prices(run: Run, listing: Path, option: tuple[Any, ...]) -> None:
     name = option[0].removeprefix("--")
     run("predict", listing, "--blocks", 12, *option).is_refused_like(
-        f"for {name} it must be known what each layer costs; give prices .*"
+        f"for {name} it must be known what each layer costs; give prices: .*"
     )
 
 

@@ -65,8 +65,10 @@ def collect(
     img_size: ImgSize = None,
     data_root: DataRoot = None,
     download: Download = False,
-    recipe: RecipeName = "quick",
-    epochs: Annotated[int, typer.Option(min=0, help="Of the fine-tuning after each removal; 0 for none.")] = 1,
+    recipe: RecipeName = "brief",
+    epochs: Annotated[
+        int | None, typer.Option(min=0, help="Of the fine-tuning after each removal, 0 for none; as the recipe says.")
+    ] = None,
     batch_size: BatchSize = None,
     lr: Lr = None,
     fraction: Fraction = None,
@@ -89,13 +91,15 @@ def collect(
     from hetdpt.randomness import seeded
     from hetdpt.recipes import recipe as recipe_called
 
-    given = {**given_settings(context), "training.epochs": max(epochs, 1)}
+    given = given_settings(context)
+    if epochs == 0:
+        del given["training.epochs"]  # a longer run, if there is one, takes the recipe's
     config = CollectConfig(
         rounds=_read_rounds(rounds),
         removal=read_removal(removal or recipe_called(recipe).removal),
         images=images,
         recovery=config_of(recipe, given, settings),
-        fine_tunes=epochs > 0,
+        fine_tunes=epochs != 0,
     )
     opened = open_data(data, root=data_root, download=download)
     with seeded(config.recovery.training.seed):  # random weights too are the same in all processes
