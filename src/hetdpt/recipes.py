@@ -88,9 +88,7 @@ def brief() -> Recipe:
     """
     row = quick()
     config = row.config.with_settings({"training.epochs": 1, "training.lr": 5e-5})
-    hours = (
-        "not printed, being ours; 0.08 for each step of hetdpt collect with ViT-Tiny and 2,000 images on one CPU core"
-    )
+    hours = "not printed, being ours; minutes for each step of hetdpt collect with ViT-Tiny and 2,000 images on a CPU"
     return replace(row, config=config, hours=hours)
 
 
