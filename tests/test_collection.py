@@ -93,6 +93,13 @@ def table(directory: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+def models_in(directory: Path) -> list[str]:
+    """Return the steps of which the model is kept, and make sure that nothing else is."""
+    folders = sorted((directory / "steps").iterdir())
+    assert all({file.name for file in folder.iterdir()} == {"last", "metrics.jsonl"} for folder in folders)
+    return [folder.name for folder in folders]
+
+
 # what comes out
 
 
@@ -104,7 +111,7 @@ def test_a_collection_is_complete(whole: Path) -> None:
     ]  # fmt: skip
     assert [row["chain"] for row in rows] == ["dense", "attention", "attention", "activation", "interleaved"]
     assert hetdpt.load(whole / "dense") is not None
-    assert list((whole / "steps").iterdir()) == []  # no model is needed any more
+    assert models_in(whole) == ["samples-aa", "samples-ag", "samples-g"]  # the ends of the chains
     prices = hetdpt.Prices.from_json((whole / "prices.json").read_text())
     assert (len(prices.attention), len(prices.activation), prices.measured) == (3, 3, "cpu, float32, batch 1")
     assert json.loads((whole / "run.json").read_text())["blocks"] == 3
@@ -150,7 +157,7 @@ def test_every_removal_style(removal: Any, dense: nn.Module, tmp_path: Path) -> 
 def test_without_fine_tuning_a_sample_is_what_the_removal_leaves(dense: nn.Module, tmp_path: Path) -> None:
     done = [*collect_into(tmp_path / "run", dense, "demo", config(fine_tunes=False, rounds=(1, 0, 0)))][-1]
     assert done.step.accuracy == done.step.before
-    assert not (tmp_path / "run" / "steps" / "samples-a").exists()
+    assert models_in(tmp_path / "run") == ["samples-a"]
 
 
 def test_one_chain_alone(home: Path, whole: Path, tmp_path: Path, run: Run) -> None:
@@ -161,6 +168,16 @@ def test_one_chain_alone(home: Path, whole: Path, tmp_path: Path, run: Run) -> N
     assert [step["key"] for step in interleaved.values["samples"]] == ["dense", "a", "ag"]
     run("collect", home / "dense", *options[:-1])
     assert samples(tmp_path / "run") == samples(whole)
+
+
+def test_more_rounds_go_on_from_the_ends_of_the_chains(home: Path, whole: Path, tmp_path: Path, run: Run) -> None:
+    """The predictor warns of splits beyond the samples; then there is more to sample, not all of it again."""
+    options = ("--out", tmp_path / "run", *OPTIONS, "--json", "--rounds")
+    run("collect", home / "dense", *options, "1,1,0")
+    assert models_in(tmp_path / "run") == ["samples-a", "samples-g"]
+    more = run("collect", home / "dense", *options, "2,1,1").values["samples"]
+    assert [step["key"] for step in more if step["is_own"]] == ["aa", "ag"]
+    assert (samples(tmp_path / "run"), models_in(tmp_path / "run")) == (samples(whole), models_in(whole))
 
 
 # kills and company
@@ -203,8 +220,7 @@ def test_killed_again_and_again_it_comes_to_the_same(home: Path, whole: Path, tm
     kill_when(start(home, out), lambda: len(list(checkpoints.glob("checkpoints/0*.pt"))) == 2)
     finish(start(home, out))
     assert samples(out) == samples(whole)
-    assert table(out)[1:] != []
-    assert list((out / "steps").iterdir()) == []
+    assert models_in(out) == models_in(whole)
 
 
 def test_a_killed_step_goes_on_from_its_checkpoint(

@@ -5,7 +5,7 @@ dense/        the model as it was given
 prices.json   what its layers cost
 samples/      one file for each step that is done
 samples.csv   the same as a table, for ``hetdpt predict``
-steps/        models and checkpoints of the steps that are not done, or that others begin from
+steps/        models and checkpoints of steps that are not done, or that others can begin from
 claims/       who works on which step
 recheck/      as samples/, for splits that were measured again
 
@@ -110,9 +110,9 @@ def collect_into(
 ) -> Iterator[Done]:
     """Sample how the accuracy of ``model`` depends on the layers it loses, and yield every step once it is on disk.
 
-    Called again it goes on where it was killed. Called by several processes, with one ``directory`` that all of them
-    see, each takes the next step that nobody works on; a process yields what the others did too, and returns when all
-    is done. ``chain`` takes the steps of that one alone.
+    Called again it goes on where it was killed, and with more rounds where it ended. Called by several processes, with
+    one ``directory`` that all of them see, each takes the next step that nobody works on; a process yields what the
+    others did too, and returns when all is done. ``chain`` takes the steps of that one alone.
     """
     directory, place = Path(directory), place or Workplace()
     _require_alone(config.recovery, place)
@@ -123,7 +123,7 @@ def collect_into(
     chains = config.chains(blocks, Budget(offered.count("attention"), offered.count("activation")))
     if chain is not None and chain not in chains:
         raise PredictError(f"the chain {chain} has no rounds; those that have are {', '.join(chains)}")
-    share(directory, _asked(model, opened, config, blocks, chains))
+    share(directory, _asked(model, opened, config, blocks))
     tree = _tree(chains)
     job = _Job(directory, SAMPLES, model.to(find_device(place.device)), opened, config, place, tree)
     wanted = [n for n in tree.values() if chain is None or n.kinds == chains[chain][: len(n.kinds)]]
@@ -284,16 +284,17 @@ class _Job:
         )
         for number, accuracy in epochs:
             metrics.write("epoch", update=number, accuracy=accuracy)
-        if self._after(node):
+        if self.results == SAMPLES:
             save(student.cpu(), folder / LAST, overwrite=True)
         return [line["accuracy"] for line in metrics.read("epoch")]
 
     def _tidy(self) -> None:
-        """Remove what no step needs any more."""
+        """Remove what no step needs any more; the model at the end of a chain stays, for more rounds."""
         for node in self.tree.values():
             if self.step(node) is None:
                 continue
-            is_needed = any(self.step(other) is None for other in self._after(node))
+            after = [self.step(other) for other in self.tree.values() if other.parent == node.key]
+            is_needed = None in after or (not after and self.results == SAMPLES)
             for part in [START, CHECKPOINTS] if is_needed else [""]:
                 shutil.rmtree(self._folder(node) / part, ignore_errors=True)
 
@@ -334,10 +335,6 @@ class _Job:
         if key in (None, DENSE):
             return self.model
         return load(self._folder(self.tree[key]) / LAST).to(self._device)
-
-    def _after(self, node: Node) -> list[Node]:
-        """Return the steps that begin from ``node``."""
-        return [other for other in self.tree.values() if other.parent == node.key]
 
     def _name(self, node: Node) -> str:
         return f"{self.results}-{node.key}"
@@ -398,18 +395,15 @@ def _in_turn(budget: Budget) -> tuple[Kind, ...]:
     return tuple(kind for _, _, kind in sorted(turns))
 
 
-def _asked(
-    model: nn.Module, data: Data, config: CollectConfig, blocks: int, chains: dict[Chain, tuple[Kind, ...]]
-) -> dict[str, Any]:
-    """Return all that decides the outcome, as plain JSON."""
+def _asked(model: nn.Module, data: Data, config: CollectConfig, blocks: int) -> dict[str, Any]:
+    """Return all that decides what a step comes to, as plain JSON; how many there are does not."""
     return {
         "model": digest(model),
         "blocks": blocks,
         "data": data.name,
         "classes": data.num_classes,
         "images": [len(split) if split is not None else None for split in (data.train, data.val)],
-        "chains": {chain: "".join(LETTERS[kind] for kind in kinds) for chain, kinds in chains.items()},
-        "config": asdict(config),
+        "config": asdict(replace(config, rounds=None)),
     }
 
 

@@ -55,7 +55,7 @@ def collect(
         str | None, typer.Option(help="Only one chain: attention, activation or interleaved; all by default.")
     ] = None,
     rounds: Annotated[
-        str | None, typer.Option(help="Of the three chains, such as 5,5,3 (the default for 12 blocks); 0 for none.")
+        str | None, typer.Option(help="Of the three chains, such as 8,8,3 (the default for 12 blocks); more go on.")
     ] = None,
     removal: Annotated[str | None, typer.Option(help="plain, calibrated, ...; by default as the recipe says.")] = None,
     images: Annotated[int, typer.Option(min=2, help="Training images to choose layers and fit replacements on.")] = 256,

@@ -204,9 +204,8 @@ def _splits(predictor: Predictor, prices: Prices | None) -> list[Split]:
     pairs = product(range(limits.attention + 1), range(limits.activation + 1))
     budgets = sorted((Budget(*pair) for pair in pairs), key=_preference, reverse=True)
     points = np.array(predictor.points)
-    hull = Delaunay(
-        np.concatenate([points, np.round(points * predictor.blocks) / predictor.blocks])
-    )  # 0.67 reaches 8/12
+    exact = np.round(points * predictor.blocks) / predictor.blocks  # a sample at 0.67 reaches to 8/12
+    hull = Delaunay(np.concatenate([points, exact]))
     found = []
     for budget in budgets:
         a, t = predictor.ratios(budget)
@@ -255,8 +254,8 @@ def _require_prices(wanted: Wanted, prices: Prices | None) -> None:
 
 def _is_tied(predictor: Predictor, best: Split, other: Split) -> bool:
     """Whether the interval of the difference between two predictions holds 0."""
-    first, second = predictor.terms([predictor.ratios(split.budget) for split in (best, other)])
-    return round(best.accuracy - other.accuracy, 9) <= predictor.half_width(first - second)
+    low, _ = predictor.difference(predictor.ratios(best.budget), predictor.ratios(other.budget))
+    return round(low, 9) <= 0
 
 
 def _shares(predictor: Predictor, budgets: Sequence[Budget], seed: int = 0) -> list[float]:

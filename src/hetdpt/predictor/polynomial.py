@@ -18,6 +18,7 @@ from hetdpt.plan import Budget, Sample
 
 DEGREES = (1, 2, 3, 4)
 LEVEL = 0.95  # of intervals
+RIVAL = 1.5  # times the least RMSE: with so few samples a degree is not told from the best by less (docs/method.md)
 POOR = 0.8  # of the variance of accuracies, explained for samples held out
 DECIMALS = 0.005  # what rounding to two decimals takes from a ratio
 Row = Sample | Sequence[float]
@@ -119,14 +120,25 @@ class Predictor:
         return float(found) if found.ndim == 0 else found
 
     def interval(self, a: float, t: float) -> tuple[float, float]:
-        """Return where the accuracy at (a, t) lies with a chance of ``LEVEL``, if the surface is such a polynomial."""
-        half = self.half_width(self.terms([(a, t)])[0])
-        middle = self.predict(a, t)
-        return middle - half, middle + half
+        """Return where the accuracy at (a, t) lies with a chance of ``LEVEL``, if the surface is such a polynomial.
 
-    def half_width(self, terms: np.ndarray) -> float:
-        """Return half the interval of x theta for x = ``terms``: t sqrt(s^2 x (X'X)^-1 x'), Student's t on n - p."""
-        return float(np.linalg.norm(self._reach @ terms))
+        It reaches from the lowest to the highest end of the intervals of all ``rivals``.
+        """
+        return self._reach([(a, t)], [1.0])
+
+    def difference(self, one: tuple[float, float], other: tuple[float, float]) -> tuple[float, float]:
+        """Return where the accuracy at ``one`` less that at ``other`` lies, as ``interval`` does."""
+        return self._reach([one, other], [1.0, -1.0])
+
+    def _reach(self, points: Sequence[tuple[float, float]], weights: Sequence[float]) -> tuple[float, float]:
+        """Return the interval of a weighted sum of the accuracies at ``points``."""
+        ends = [surface.interval(points, weights) for surface in self._surfaces]
+        return min(low for low, _ in ends), max(high for _, high in ends)
+
+    @property
+    def rivals(self) -> tuple[int, ...]:
+        """The degrees that cannot be told from the chosen one, which is among them: their RMSE is little above its."""
+        return tuple(row.degree for row in self.tried if not row.why_not and row.rmse <= RIVAL * self.rmse + 1e-9)
 
     def terms(self, points: Iterable[tuple[float, float]]) -> np.ndarray:
         """Return the terms 1, a, t, a^2, ... of each of ``points``, (n, p)."""
@@ -143,21 +155,43 @@ class Predictor:
         )
 
     @cached_property
-    def _solution(self) -> np.ndarray:
-        return _solve(self.terms(self.points), np.array(self.accuracies))
+    def _surfaces(self) -> tuple[_Surface, ...]:
+        points, accuracies = np.array(self.points), np.array(self.accuracies)
+        return tuple(_Surface.fitted(degree, points, accuracies) for degree in self.rivals)
 
     @cached_property
-    def _reach(self) -> np.ndarray:
-        """t s (X+)' for the pseudo-inverse X+: |_reach x| is half the interval of x theta, (n, p)."""
-        design, free = self.terms(self.points), len(self.points) - len(self._solution)
-        residuals = np.array(self.accuracies) - design @ self._solution
-        reach: np.ndarray = np.linalg.pinv(design).T * sqrt(residuals @ residuals / free)
-        return reach * float(student_t.ppf((1 + LEVEL) / 2, free))
+    def _solution(self) -> np.ndarray:
+        return _solve(self.terms(self.points), np.array(self.accuracies))
 
     @property
     def _theta(self) -> dict[tuple[int, int], float]:
         powers = _powers(self.degree)
         return {(int(i), int(j)): float(value) for (i, j), value in zip(powers, self._solution, strict=True)}
+
+
+@dataclass(frozen=True)
+class _Surface:
+    """The polynomial of one degree through all samples, and how far it may be off."""
+
+    degree: int
+    solution: np.ndarray
+    """theta, (p,)."""
+    reach: np.ndarray
+    """t s (X+)' for the pseudo-inverse X+ of the terms X: |reach x| is half the interval of x theta, (n, p)."""
+
+    @classmethod
+    def fitted(cls, degree: int, points: np.ndarray, accuracies: np.ndarray) -> _Surface:
+        terms = _terms(degree, points)
+        solution, free = _solve(terms, accuracies), len(terms) - terms.shape[1]
+        residuals = accuracies - terms @ solution
+        scale = student_t.ppf((1 + LEVEL) / 2, free) * sqrt(residuals @ residuals / free)
+        return cls(degree, solution, np.linalg.pinv(terms).T * float(scale))
+
+    def interval(self, points: Sequence[tuple[float, float]], weights: Sequence[float]) -> tuple[float, float]:
+        """Return x theta -+ t sqrt(s^2 x (X'X)^-1 x'), Student's t on n - p, for x the weighted terms of ``points``."""
+        x = np.array(weights) @ _terms(self.degree, np.array(points))
+        middle, half = float(x @ self.solution), float(np.linalg.norm(self.reach @ x))
+        return middle - half, middle + half
 
 
 def fit_predictor(rows: Iterable[Row], blocks: int = 12, exact: bool = True) -> Predictor:

@@ -35,7 +35,7 @@ class CollectConfig:
 
     rounds: tuple[int, int, int] | None = None
     """Of the chains attention, activation and interleaved; a round of the last takes a layer of each kind. None: about
-    5/12, 5/12 and 3/12 of the blocks, as the paper does."""
+    8/12, 8/12 and 3/12 of the blocks, as in the larger table of the paper."""
     removal: Removal = "calibrated"
     """What removed layers leave behind: a name from ``plan.REMOVALS`` or (attention style, activation style)."""
     images: int = 256
@@ -81,9 +81,9 @@ def _usual_rounds(blocks: int, offered: Budget) -> tuple[int, int, int]:
     """Return the paper's rounds for 12 blocks in proportion, but enough of them for degree 2 where there are so many.
 
     >>> _usual_rounds(12, Budget(12, 12)), _usual_rounds(4, Budget(4, 4))
-    ((5, 5, 3), (3, 3, 2))
+    ((8, 8, 3), (3, 3, 2))
     """
-    one, both = max(round(5 * blocks / 12), 3), max(round(blocks / 4), 2)
+    one, both = max(round(8 * blocks / 12), 3), max(round(blocks / 4), 2)
     return min(one, offered.attention), min(one, offered.activation), min(both, offered.attention, offered.activation)
 
 
