@@ -21,7 +21,7 @@ from scipy.stats import t as student_t
 import hetdpt
 from hetdpt import Budget, Predictor, Price, Prices, Sample, Split, allocate, fit_predictor, frontier
 from hetdpt.errors import PredictError
-from hetdpt.predictor.polynomial import DEGREES
+from hetdpt.predictor.polynomial import DEGREES, LeaveTwoOut
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 REFERENCE = json.loads((BENCHMARKS / "reference" / "reference.json").read_text())
@@ -263,20 +263,53 @@ def _terms(a: float, t: float) -> dict[str, float]:
 # --- intervals -------------------------------------------------------------------------------------------------------
 
 
-def test_the_interval_by_its_formula() -> None:
-    predictor = fitted("map_listing_16")
-    design = np.array([list(_terms(a, t).values()) for a, t in predictor.points])
-    here = np.array(list(_terms(8 / 12, 8 / 12).values()))
-    inverse = np.linalg.inv(design.T @ design)
+def alone(predictor: Predictor, degree: int = 2) -> Predictor:
+    """Return the same samples with this degree, as if no other had been thought of."""
+    return replace(predictor, degree=degree, tried=(LeaveTwoOut(degree, 0, 0),))
+
+
+def by_formula(predictor: Predictor, degree: int, here: tuple[float, float]) -> tuple[float, float]:
+    """Return the interval of least squares as textbooks have it, by normal equations."""
+    design, row = (
+        np.array([[a**i * t**j for i, j in monomials(degree)] for a, t in points])
+        for points in (predictor.points, [here])
+    )
+    inverse, free = np.linalg.inv(design.T @ design), len(design) - design.shape[1]
     theta = inverse @ design.T @ np.array(predictor.accuracies)
     squares = np.sum((np.array(predictor.accuracies) - design @ theta) ** 2)
-    half = student_t.ppf(0.975, 16 - 6) * np.sqrt(squares / (16 - 6) * (here @ inverse @ here))
-    low, high = predictor.interval(8 / 12, 8 / 12)
+    half = student_t.ppf(0.975, free) * np.sqrt(squares / free * (row[0] @ inverse @ row[0]))
+    return float(row[0] @ theta - half), float(row[0] @ theta + half)
+
+
+def test_the_interval_by_its_formula() -> None:
+    predictor, here = fitted("map_listing_16"), (8 / 12, 8 / 12)
+    one, two = (by_formula(predictor, degree, here) for degree in (1, 2))
     # Normal equations square a conditioning of 1e3, so that they keep nine digits of the sixteen.
-    assert (low, high) == pytest.approx((here @ theta - half, here @ theta + half), abs=1e-6)
-    assert (low, high) == pytest.approx((72.45, 75.27), abs=0.005)
+    for degree, expected in ((1, one), (2, two)):
+        assert alone(predictor, degree).interval(*here) == pytest.approx(expected, abs=1e-6)
+    assert two == pytest.approx((72.45, 75.27), abs=0.005)
+    assert predictor.interval(*here) == pytest.approx((two[0], one[1]), abs=1e-6)  # each has one of the ends
     split = next(s for s in allocate(predictor, layers=8).table if s.budget == Budget(4, 4))
-    assert (split.low, split.high) == pytest.approx((low, high), abs=1e-9)
+    assert (split.low, split.high) == pytest.approx(predictor.interval(*here), abs=1e-9)
+
+
+def test_rivals_are_the_degrees_that_predict_nearly_as_well() -> None:
+    assert fitted("map_listing_16").rivals == (1, 2)  # RMSE 0.53, 0.42, 0.86
+    assert fitted("map_table_22").rivals == (2, 3)  # 1.99, 0.58, 0.59; and 0.63 for degree 4, which is not decided
+    rows = (LeaveTwoOut(1, 1, 1.51), LeaveTwoOut(2, 1, 1.0), LeaveTwoOut(3, 1, 1.49), LeaveTwoOut(4, 1, 1.0, "why"))
+    assert replace(fitted("map_table_22"), tried=rows).rivals == (2, 3)
+
+
+def test_a_difference_is_narrower_than_its_parts() -> None:
+    """Neighbours err together; and the difference of a split to itself is nothing."""
+    predictor = fitted("map_listing_16")
+    one, other = predictor.ratios(Budget(4, 4)), predictor.ratios(Budget(3, 5))
+    low, high = alone(predictor).difference(one, other)
+    assert (low + high) / 2 == pytest.approx(predictor.predict(*one) - predictor.predict(*other), abs=1e-9)
+    parts = [alone(predictor).interval(*point) for point in (one, other)]
+    assert high - low < 0.5 * min(upper - lower for lower, upper in parts)
+    assert predictor.difference(one, other) == pytest.approx([-x for x in predictor.difference(other, one)[::-1]])
+    assert predictor.difference(one, one) == pytest.approx((0, 0), abs=1e-9)
 
 
 def simulated(noise: float, draws: int) -> list[list[Sample]]:
@@ -287,9 +320,9 @@ def simulated(noise: float, draws: int) -> list[list[Sample]]:
 
 
 def of_degree(degree: int, rows: list[Sample]) -> Predictor:
-    """Return a predictor whose degree is known, so that nothing was selected."""
+    """Return a predictor whose degree is known, so that nothing is selected."""
     points = tuple((1 - row.budget.attention / 12, 1 - row.budget.activation / 12) for row in rows)
-    return Predictor(12, points, tuple(row.accuracy for row in rows), degree, ())
+    return Predictor(12, points, tuple(row.accuracy for row in rows), degree, (LeaveTwoOut(degree, 0, 0),))
 
 
 def test_the_simulated_design_is_that_of_the_paper() -> None:
@@ -300,31 +333,35 @@ def test_the_simulated_design_is_that_of_the_paper() -> None:
 def test_intervals_hold_the_truth_as_often_as_they_say_where_the_degree_is_right() -> None:
     """95 % at every split, far ones too, and of differences; the normal's quantiles in place of Student's give 92 %."""
     truth, draws = fitted("map_listing_16"), 1500
-    probes = [Budget(1, 1), Budget(4, 4), Budget(0, 8), Budget(8, 0)]
-    right, terms = values(truth, probes), truth.terms([truth.ratios(budget) for budget in probes])
-    hits, hits_apart = np.zeros(len(probes)), 0
+    probes = [truth.ratios(budget) for budget in (Budget(1, 1), Budget(4, 4), Budget(0, 8), Budget(8, 0))]
+    right, hits = truth.predict(probes), np.zeros(len(probes) + 1)
     for rows in simulated(0.3, draws):
         predictor = of_degree(2, rows)
-        off = values(predictor, probes) - right
-        hits += np.abs(off) <= [predictor.half_width(row) for row in terms]
-        hits_apart += abs(off[1] - off[2]) <= predictor.half_width(terms[1] - terms[2])
+        ends = [*(predictor.interval(*point) for point in probes), predictor.difference(probes[1], probes[2])]
+        hits += [low <= value <= high for (low, high), value in zip(ends, [*right, right[1] - right[2]], strict=True)]
     low, high = band(0.95, draws)
     assert low > 0.925
-    assert all(low <= rate <= high for rate in [*hits / draws, hits_apart / draws])
+    assert all(low <= rate <= high for rate in hits / draws)
 
 
-def test_selecting_the_degree_costs_coverage_as_documented() -> None:
-    """docs/method.md has these rates, of more draws: below 95 %, for in noise degree 1 may win and is then wrong."""
-    documented = SIMULATED["coverage"]["16 samples"]["0.3"]
+def test_intervals_hold_the_truth_where_the_degree_is_selected_thanks_to_its_rivals() -> None:
+    """docs/method.md: of the selected degree alone they do so too rarely: in noise degree 1 may win, and is wrong."""
+    documented = SIMULATED["coverage"]["16 samples"]["0.6"]
     truth, draws, probes = fitted("map_listing_16"), 100, (Budget(4, 4), Budget(0, 8), Budget(8, 0))
-    predictors = [fit_predictor(rows, blocks=12) for rows in simulated(0.3, draws)]
-    for budget in probes:
+    predictors = [fit_predictor(rows, blocks=12) for rows in simulated(0.6, draws)]
+
+    def rate(predictors: list[Predictor], budget: Budget) -> float:
         ends = [predictor.interval(*predictor.ratios(budget)) for predictor in predictors]
-        rate = sum(low <= truth.predict(budget) <= high for low, high in ends) / draws
-        expected = documented["degree selected"][f"{budget.attention}+{budget.activation}"]
-        assert expected < 0.93 < documented["degree known"][f"{budget.attention}+{budget.activation}"] < 0.97
-        low, high = band(expected, draws)
-        assert low <= rate <= high
+        return float(np.mean([low <= truth.predict(budget) <= high for low, high in ends]))
+
+    selected = [alone(predictor, predictor.degree) for predictor in predictors]
+    for budget in probes:
+        name = f"{budget.attention}+{budget.activation}"
+        assert documented["reported"]["holds the truth"][name] >= 0.93
+        for way, found in (("reported", predictors), ("degree selected", selected)):
+            low, high = band(documented[way]["holds the truth"][name], draws)
+            assert low <= rate(found, budget) <= high
+        assert rate(selected, budget) < rate(predictors, budget) - 0.05
 
 
 def test_equals_are_called_tied_as_often_as_intervals_say(few_draws: None) -> None:
@@ -334,7 +371,7 @@ def test_equals_are_called_tied_as_often_as_intervals_say(few_draws: None) -> No
     clean = np.array([40 + 20 * (a + t) - 5 * (a * a + t * t) for a, t in ratios])
     for _ in range(draws):
         accuracies = clean + 0.3 * generator.standard_normal(16)
-        predictor = Predictor(2, tuple(ratios), tuple(accuracies.tolist()), 2, _tried)
+        predictor = Predictor(2, tuple(ratios), tuple(accuracies.tolist()), 2, (LeaveTwoOut(2, 0, 0),))
         table = allocate(predictor, layers=1).table
         assert table[0].is_tied
         tied += table[1].is_tied
@@ -342,17 +379,14 @@ def test_equals_are_called_tied_as_often_as_intervals_say(few_draws: None) -> No
     assert low <= tied / draws <= high
 
 
-_tried = fitted("map_listing_16").tried
-
-
 def test_tied_is_the_interval_of_the_difference() -> None:
-    predictor = fitted("map_table_22")
-    table = allocate(predictor, layers=8).table
-    terms = predictor.terms([predictor.ratios(split.budget) for split in table])
-    for split, row in zip(table, terms, strict=True):
-        assert split.is_tied == (table[0].accuracy - split.accuracy <= predictor.half_width(terms[0] - row))
-    assert {split.is_tied for split in table} == {True, False}
-    # Its own interval reaches the best of 4+4; that of the difference is narrower, for their errors go together.
+    for predictor in (fitted("map_table_22"), alone(fitted("map_table_22"))):
+        table = allocate(predictor, layers=8).table
+        best = predictor.ratios(table[0].budget)
+        for split in table:
+            assert split.is_tied == (predictor.difference(best, predictor.ratios(split.budget))[0] <= 1e-9)
+        assert {split.is_tied for split in table} == {True, False}
+    # Of degree 2 alone: the interval of 4+4 holds the best, and yet they differ, for their errors go together.
     far = next(split for split in table if split.budget == Budget(4, 4))
     assert far.high > table[0].accuracy
     assert not far.is_tied
@@ -520,6 +554,8 @@ def test_a_recheck_decides() -> None:
     assert found.budget == Budget(4, 4)
     assert measured.budget == measured.best.budget == Budget(3, 5)  # of equals the one with fewer attention layers
     assert measured.table == found.table
+    assert found.warnings  # beyond the samples, which is no reason to doubt what was measured there
+    assert measured.warnings == ()
 
 
 # --- bootstrap -------------------------------------------------------------------------------------------------------
@@ -670,6 +706,9 @@ def test_a_corner_is_told() -> None:
     assert allocate(linear(12, (0.5, 0.6)), layers=0).warnings == ()
     assert allocate(linear(12, (0.5, 0.6)), layers=1).warnings == ()
     assert allocate(linear(12, (0.5, 0.6)), layers=24).warnings == ()
+    dense = allocate(linear(4, (0.5, 0.6)), macs=40, prices=some_prices(4, seed=0))
+    assert dense.budget == Budget(0, 0)
+    assert dense.warnings == ()
 
 
 # --- prices ----------------------------------------------------------------------------------------------------------
@@ -682,6 +721,7 @@ def test_the_price_of_a_split_is_the_mean_over_the_layers_that_could_be_meant() 
         left.append([40 - sum(getattr(p, what) for p in attention + activation) for what in ("macs", "params", "ms")])
     found = prices.of(Budget(2, 3))
     assert (found.macs, found.params, found.ms) == pytest.approx(np.mean(left, axis=0).tolist(), rel=1e-12)
+    assert found.ms
     assert prices.speedup(Budget(2, 3)) == pytest.approx(40 / found.ms, rel=1e-12)
     assert prices.of(Budget(0, 0)) == prices.dense
 
@@ -854,6 +894,14 @@ def test_samples_that_are_refused(rows: list[Any], text: str) -> None:
         fit_predictor(rows, blocks=4)
 
 
+@pytest.mark.parametrize("ratio", [0.66, 0.7])
+def test_a_ratio_is_taken_for_what_two_decimals_can_mean(ratio: float) -> None:
+    assert fit_predictor([*GOOD, (0.67, 1, 74.0)], blocks=12).points[-1][0] == 8 / 12
+    nearest = "the nearest is 8/12 = 0.667; is the number of blocks right?"
+    with refused(f"sample 7 keeps a part of {ratio}, which is no n/12: {nearest}"):
+        fit_predictor([*GOOD, (ratio, 1, 74.0)], blocks=12)
+
+
 def test_no_blocks_are_refused() -> None:
     with refused("a model has at least 1 block, not 0"):
         fit_predictor(GOOD, blocks=0)
@@ -874,14 +922,14 @@ PRICED = Prices(Price(4619068928, 22e6, 40), (Price(350e6, 0.6e6, 2.5),) * 4, (P
         (
             {"layers": 2, "speedup": 1.2},
             None,
-            "for speedup it must be known what each layer costs; give prices (--model MODEL measures them, and a "
-            "directory of hetdpt collect has them)",
+            "for speedup it must be known what each layer costs; give prices: --prices FILE, or --model MODEL, which "
+            "measures them; a directory of hetdpt collect has them",
         ),
         (
             {"macs": 3e9, "params": 16e6},
             None,
-            "for macs and params it must be known what each layer costs; give prices (--model MODEL measures them, "
-            "and a directory of hetdpt collect has them)",
+            "for macs and params it must be known what each layer costs; give prices: --prices FILE, or --model MODEL, "
+            "which measures them; a directory of hetdpt collect has them",
         ),
         (
             {"speedup": 1.2},
