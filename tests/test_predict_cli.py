@@ -155,7 +155,7 @@ def test_the_screen_says_what_json_says(run: Run, listing: Path, monkeypatch: py
         assert re.search(r" +│ +".join([*map(str, cells), f"{100 * row['share']:.1f} %"]), result.out)
     assert (
         "remove 4 attention and 4 activation layers: predicted 73.95 % [72.40, 75.49]; wins 41 % of 2,000 bootstrap "
-        "draws; cannot be told from: 3+5, 5+3, 2+6, 6+2, 1+7, 7+1, 0+8\n"
+        "draws; cannot be told from: 3+5, 5+3, 2+6, 6+2, 1+7, 7+1, 0+8, 8+0\n"
     ) in result.out
     assert result.err == "".join(f"warning: {text}\n" for text in found["warnings"])
     assert "4 attention + 4 activation lies beyond the samples" in result.err

@@ -133,6 +133,13 @@ class Allocation:
             found.append(
                 f"{best} lies beyond the samples ({_nearest(self.predictor, best)}); sample further or recheck"
             )
+        for degree in self.predictor.rivals:
+            other = min(self.table, key=lambda split: _rank(_at(split, self.predictor.with_degree(degree))))
+            if other.budget != best.budget:
+                found.append(
+                    f"the samples do not decide the degree: degree {degree} predicts those left out nearly as well and "
+                    f"would choose {other}; sample further, or recheck"
+                )
         inner = [split for split in self.table if not self._is_corner(split)]
         if best.layers and self._is_corner(best) and inner:
             found.append(
@@ -250,6 +257,11 @@ def _require_prices(wanted: Wanted, prices: Prices | None) -> None:
         )
     if "speedup" in needed and prices is not None and prices.dense.ms is None:
         raise PredictError("a speedup needs the time of each layer, which these prices do not have; measure them anew")
+
+
+def _at(split: Split, predictor: Predictor) -> Split:
+    """Return ``split`` with the accuracy that another predictor gives it."""
+    return replace(split, accuracy=predictor.predict(split.budget))
 
 
 def _is_tied(predictor: Predictor, best: Split, other: Split) -> bool:

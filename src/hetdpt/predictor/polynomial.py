@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from math import comb, isfinite, sqrt
 from typing import Any
@@ -122,9 +122,10 @@ class Predictor:
     def interval(self, a: float, t: float) -> tuple[float, float]:
         """Return where the accuracy at (a, t) lies with a chance of ``LEVEL``, if the surface is such a polynomial.
 
-        It reaches from the lowest to the highest end of the intervals of all ``rivals``.
+        It reaches from the lowest to the highest end of the intervals of all ``rivals``, within 0 and 100.
         """
-        return self._reach([(a, t)], [1.0])
+        low, high = self._reach([(a, t)], [1.0])
+        return max(low, 0.0), min(high, 100.0)
 
     def difference(self, one: tuple[float, float], other: tuple[float, float]) -> tuple[float, float]:
         """Return where the accuracy at ``one`` less that at ``other`` lies, as ``interval`` does."""
@@ -139,6 +140,10 @@ class Predictor:
     def rivals(self) -> tuple[int, ...]:
         """The degrees that cannot be told from the chosen one, which is among them: their RMSE is little above its."""
         return tuple(row.degree for row in self.tried if not row.why_not and row.rmse <= RIVAL * self.rmse + 1e-9)
+
+    def with_degree(self, degree: int) -> Predictor:
+        """Return the predictor that would follow if ``degree`` had been chosen."""
+        return replace(self, degree=degree)
 
     def terms(self, points: Iterable[tuple[float, float]]) -> np.ndarray:
         """Return the terms 1, a, t, a^2, ... of each of ``points``, (n, p)."""
