@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from copy import deepcopy
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
 from torch import Tensor, nn
@@ -33,6 +33,8 @@ PURPOSE = "a chain of removals"
 class CollectConfig:
     """How accuracy is sampled."""
 
+    recovery: RecoverConfig
+    """The brief fine-tuning of each step, such as that of the recipe ``brief``."""
     rounds: tuple[int, int, int] | None = None
     """Of the chains attention, activation and interleaved; a round of the last takes a layer of each kind. None: about
     8/12, 8/12 and 3/12 of the blocks, as in the larger table of the paper."""
@@ -40,8 +42,6 @@ class CollectConfig:
     """What removed layers leave behind: a name from ``plan.REMOVALS`` or (attention style, activation style)."""
     images: int = 256
     """Training images on which replacements are fitted and transfer entropy is measured."""
-    recovery: RecoverConfig = field(default_factory=RecoverConfig)
-    """The brief fine-tuning of each step."""
     fine_tunes: bool = True
     """Without it there is no fine-tuning: a sample is the accuracy right after the removal."""
 
@@ -58,7 +58,7 @@ class CollectConfig:
     def chains(self, blocks: int, offered: Budget) -> dict[Chain, tuple[Kind, ...]]:
         """Return the kind of each layer that a chain takes, in order; ``offered`` are the layers that can go.
 
-        >>> CollectConfig(rounds=(2, 0, 1)).chains(12, Budget(12, 12))
+        >>> CollectConfig(recovery=RecoverConfig(), rounds=(2, 0, 1)).chains(12, Budget(12, 12))
         {'attention': ('attention', 'attention'), 'interleaved': ('attention', 'activation')}
         """
         rounds = self.rounds or _usual_rounds(blocks, offered)
