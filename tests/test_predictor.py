@@ -553,9 +553,12 @@ def test_a_recheck_decides() -> None:
     )
     assert found.budget == Budget(4, 4)
     assert measured.budget == measured.best.budget == Budget(3, 5)  # of equals the one with fewer attention layers
-    assert measured.table == found.table
-    assert found.warnings  # beyond the samples, which is no reason to doubt what was measured there
-    assert measured.warnings == ()
+    assert [replace(split, measured=None) for split in measured.table] == list(found.table)
+    assert [split.measured for split in measured.table[:4]] == [78.0, 78.5, 78.5, None]
+    assert "beyond the samples" in found.warnings[0]  # which is no reason to doubt what was measured there
+    [warning] = measured.warnings
+    assert "would choose 8 attention + 0 activation; sample further, or recheck it" in warning
+    assert measured.with_rechecked([Sample(Budget(8, 0), 70.0)]).warnings == ()
 
 
 # --- bootstrap -------------------------------------------------------------------------------------------------------
@@ -675,9 +678,22 @@ def test_a_choice_beyond_the_samples_is_told() -> None:
         "4 attention + 4 activation lies beyond the samples (the nearest is 3 attention + 3 activation); sample "
         "further or recheck"
     )
-    within = allocate(fitted("map_table_22"), layers=8)
+    within = allocate(fitted("map_table_22"), layers=5)
     assert within.best.is_beyond is False
-    assert within.warnings == ()
+    assert not [text for text in within.warnings if "beyond" in text]
+
+
+def test_a_hull_does_not_make_samples_of_its_middle() -> None:
+    """The 22 rows have 8 + 0 and 0 + 8, but nothing mixed beyond 3 + 3: between them a prediction hangs in the air."""
+    found = {split.budget: split for split in allocate(fitted("map_table_22"), layers=8).table}
+    assert [found[Budget(n, 8 - n)].is_beyond for n in range(9)] == [False, *[True] * 7, False]
+    predictor = fitted("map_table_22")
+    design = predictor.terms(predictor.points)
+    inverse = np.linalg.inv(design.T @ design)
+    leverage = np.einsum("ij,jk,ik->i", design, inverse, design).max()
+    for split in found.values():
+        x = predictor.terms([predictor.ratios(split.budget)])[0]
+        assert (x @ inverse @ x > leverage + 1e-9) == split.is_beyond
 
 
 def test_a_degree_that_would_choose_otherwise_is_told() -> None:
@@ -686,13 +702,12 @@ def test_a_degree_that_would_choose_otherwise_is_told() -> None:
     assert doubtful.predictor.rivals == (1, 2)
     assert doubtful.warnings[1:] == (
         "the samples do not decide the degree: degree 1 predicts those left out nearly as well and would choose "
-        "8 attention + 0 activation; sample further, or recheck",
+        "8 attention + 0 activation; sample further, or recheck it",
     )
     assert allocate(doubtful.predictor.with_degree(1), layers=8).budget == Budget(8, 0)
     settled = allocate(fitted("map_table_22"), layers=8)
     assert settled.predictor.rivals == (2, 3)
     assert allocate(settled.predictor.with_degree(3), layers=8).budget == settled.budget
-    assert doubtful.with_rechecked([Sample(Budget(4, 4), 79.0)]).warnings == ()
 
 
 def test_an_interval_of_an_accuracy_ends_at_100() -> None:
@@ -720,9 +735,11 @@ def test_beyond_is_outside_of_the_triangle_of_samples() -> None:
 def test_a_corner_is_told() -> None:
     found = allocate(linear(12, (0.5, 0.6)), layers=8)
     assert found.warnings == (
-        "the predictor prefers a corner, 8 attention + 0 activation: next to it 7 attention + 1 activation is "
-        "predicted 0.10 points lower; recheck before you rely on it",
+        "the predictor prefers a corner, 8 attention + 0 activation: the best that is none, 7 attention + 1 "
+        "activation, is predicted 0.10 points lower; recheck both before you rely on it",
     )
+    assert found.with_rechecked([Sample(Budget(8, 0), 70.0)]).warnings == found.warnings  # no other was measured
+    assert found.with_rechecked([Sample(Budget(8, 0), 70.0), Sample(Budget(7, 1), 69.0)]).warnings == ()
     assert "12 attention + 3 activation" in allocate(linear(12, (0.5, 0.6)), layers=15).warnings[0]
     # No choice, or no split but corners, is no preference.
     assert allocate(linear(12, (0.5, 0.6)), layers=0).warnings == ()
@@ -925,8 +942,40 @@ def test_a_ratio_is_taken_for_what_two_decimals_can_mean(ratio: float) -> None:
 
 
 def test_no_blocks_are_refused() -> None:
-    with refused("a model has at least 1 block, not 0"):
-        fit_predictor(GOOD, blocks=0)
+    for blocks in (0, 10_000):
+        with refused(f"a model with 1 to 200 blocks was expected, not with {blocks}"):
+            fit_predictor(GOOD, blocks=blocks)
+
+
+@pytest.mark.parametrize("layers", [True, 2.0, float("nan"), "2"])
+def test_layers_are_counted(layers: Any) -> None:
+    with refused(f"layers is {layers}; a whole number from 0 on was expected"):
+        allocate(linear(4, (0.5, 0.6)), layers=layers)
+    assert allocate(linear(4, (0.5, 0.6)), layers=np.int64(2)).table  # type: ignore[arg-type]
+
+
+def test_samples_that_are_all_alike_say_nothing() -> None:
+    predictor = fit_predictor([Sample(budget, 10.0) for budget in chains(3, 2)], blocks=12)
+    assert predictor.warnings == ("all samples have the same accuracy, 10 %; is the model trained for this data?",)
+    assert predictor.formula == "P(a, t) = 10 + 0 a + 0 t"
+
+
+def test_an_interval_stays_an_interval_where_the_prediction_is_no_percentage() -> None:
+    rows = [Sample(Budget(a, g), 60 - 20 * a - 20 * g) for a, g in ((0, 0), (1, 0), (2, 0), (0, 1), (0, 2), (1, 1))]
+    table = allocate(fit_predictor(rows, blocks=4), layers=6).table
+    assert table[0].accuracy < 0
+    assert all(0 <= split.low <= split.high <= 100 for split in table)
+
+
+def test_a_degree_that_two_samples_less_leave_undecided_is_not_chosen() -> None:
+    """Chains of 4, 4 and 2 rounds decide degree 3, but hardly ever without two of their samples."""
+
+    def third(alone: int, together: int) -> str:
+        rows = [Sample(budget, 80.0 - budget.attention) for budget in chains(alone, together)]
+        return fit_predictor(rows, blocks=12).tried[2].why_not
+
+    assert third(4, 2) == "without two of the samples they do not decide its 10 coefficients (64%)"
+    assert third(8, 3) == ""  # one pair of 231
 
 
 PRICED = Prices(Price(4619068928, 22e6, 40), (Price(350e6, 0.6e6, 2.5),) * 4, (Price(400e6, 1.0e6, 1.5),) * 4)

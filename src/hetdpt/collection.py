@@ -36,15 +36,17 @@ from hetdpt.errors import FileError, PredictError, TrainError, first_line
 from hetdpt.export.saved import RECIPE, load, save
 from hetdpt.files import written
 from hetdpt.measurement.accuracy import evaluate
+from hetdpt.measurement.speed import measure_throughput
 from hetdpt.modules import digest, find_device
 from hetdpt.plan import Budget, Kind, Site
+from hetdpt.predictor.polynomial import FEWEST
 from hetdpt.predictor.prices import PRICES_FILE
 from hetdpt.predictor.pricing import measure_prices
 from hetdpt.predictor.rows import SAMPLES_FILE, write_rows
 from hetdpt.predictor.samples import Chain, CollectConfig, Pick, Step, fine_tune, prune_next
 from hetdpt.recovery import RecoverConfig
 from hetdpt.runs import CHECKPOINTS, METRICS, RUN, Checkpoints, Metrics, share
-from hetdpt.surgery import known, ready, removable
+from hetdpt.surgery import known, merge_, ready, removable
 from hetdpt.training.processes import start
 from hetdpt.training.trainer import Progress
 
@@ -53,6 +55,7 @@ SAMPLES, RECHECK, STEPS, CLAIMS = "samples", "recheck", "steps", "claims"
 START, LAST, PICKS = "start", "last", "picks.json"
 LETTERS = {"attention": "a", "activation": "g"}  # as in the paper's m^a and m^g
 WAIT = 1.0  # seconds between two looks at what others do
+TIMING_SECONDS = 10.0
 LONGER = 3  # times the epochs, when a split is measured again
 StageProgress = Callable[[str, int, int], None]
 """Called with what is being done and (steps done, in all)."""
@@ -69,8 +72,11 @@ class Node:
     """Of all layers that are gone then, in order."""
     new: tuple[Kind, ...]
     """Of those that go in this step."""
-    chain: str
-    """The first of the chains that has this step."""
+
+    @property
+    def chain(self) -> str:
+        """The first of the chains that has this step."""
+        return _chain_of(self.kinds)
 
 
 @dataclass(frozen=True)
@@ -123,6 +129,8 @@ def collect_into(
     chains = config.chains(blocks, Budget(offered.count("attention"), offered.count("activation")))
     if chain is not None and chain not in chains:
         raise PredictError(f"the chain {chain} has no rounds; those that have are {', '.join(chains)}")
+    if config.rounds is None:
+        _require_enough(chains, config)
     share(directory, _asked(model, opened, config, blocks))
     tree = _tree(chains)
     job = _Job(directory, SAMPLES, model.to(find_device(place.device)), opened, config, place, tree)
@@ -152,15 +160,25 @@ def recheck_into(
     epochs = epochs or LONGER * config.recovery.training.epochs
     _require_alone(config.recovery, place)
     longer = replace(config, recovery=config.recovery.with_settings({"training.epochs": epochs}), fine_tunes=True)
-    root = Node(DENSE, None, (), (), "")
+    root = Node(DENSE, None, (), ())
     nodes = {DENSE: root}
     for budget in budgets:
         kinds = _in_turn(budget)
         key = f"{budget.attention}-{budget.activation}-epochs-{epochs}"
-        nodes[key] = Node(key, DENSE, kinds, kinds, RECHECK)
+        nodes[key] = Node(key, DENSE, kinds, kinds)
     model = load(directory / DENSE).to(find_device(place.device))
     job = _Job(directory, RECHECK, model, opened, longer, place, nodes)
     yield from job.work([node for node in nodes.values() if node is not root])
+
+
+def _require_enough(chains: dict[Chain, tuple[Kind, ...]], config: CollectConfig) -> None:
+    """Refuse to begin where nothing could be fitted to all the samples there can be."""
+    samples = len(_tree(chains))
+    if samples < FEWEST or "interleaved" not in chains:
+        raise PredictError(
+            f"no predictor could be fitted: with removal {config.removal!r} this model gives {samples} samples, of the "
+            f"chains {', '.join(chains) or 'none'}, but {FEWEST} of both kinds are needed; try --removal calibrated"
+        )
 
 
 def _require_alone(config: RecoverConfig, place: Workplace) -> None:
@@ -200,16 +218,12 @@ class _Job:
                         own.add(node.key)
             elif left:
                 self._wait(left)
+        self._tidy()  # also what a kill after the last step has left
 
     def step(self, node: Node) -> Step | None:
         """Return what ``node`` came to if it is done."""
         file = self._file(node)
-        if not file.is_file():
-            return None
-        try:
-            return Step.from_dict(json.loads(file.read_text()))
-        except (ValueError, TypeError, KeyError) as error:
-            raise FileError(f"{file} is damaged ({first_line(error)}); remove it to take that step again") from None
+        return _read_step(file) if file.is_file() else None
 
     def _next(self, left: list[Node]) -> tuple[Node, Claim] | None:
         """Return a step that can be taken, claimed for this process; None where there is none to be had."""
@@ -233,25 +247,35 @@ class _Job:
     def _take(self, node: Node, claim: Claim) -> None:
         """Do what ``node`` is about, and write what it came to."""
         begun = time.monotonic()
-        picks = self._prune(node) if node.parent else ()
-        accuracies = self._fine_tune(node, claim) if node.parent else [self._begin()]
-        step = Step(node.kinds, picks, accuracies[0], accuracies[-1], time.monotonic() - begun)
+        self._clear(node)
+        if node.parent is None:
+            accuracy = self._begin()
+            step = Step(node.kinds, (), accuracy, accuracy, time.monotonic() - begun)
+        else:
+            picks = self._prune(node)
+            student, accuracies = self._fine_tune(node, claim)
+            speedup = self._keep(node, student)
+            step = Step(node.kinds, picks, accuracies[0], accuracies[-1], time.monotonic() - begun, speedup)
         claim.require_held()
         self._file(node).parent.mkdir(exist_ok=True)
         with written(self._file(node)) as scratch:
             scratch.write_text(json.dumps(step.to_dict(), indent=1) + "\n")
         self._tidy()
-        if self.results == SAMPLES:
-            self._write_table()
+
+    def _clear(self, node: Node) -> None:
+        """Remove what a kill has left half written."""
+        where, pattern = (self._folder(node), ".*") if node.parent else (self.directory, f".{DENSE}.*")
+        for scratch in where.glob(pattern):
+            shutil.rmtree(scratch, ignore_errors=True)
 
     def _begin(self) -> float:
-        """Save the dense model and the prices of its layers, and return its accuracy."""
+        """Save the prices of the layers and the dense model, which others wait for, and return its accuracy."""
         place = self.place
-        if not self._has_dense:
-            save(deepcopy(self.model).cpu(), self.directory / DENSE)
         prices = measure_prices(self.model, removal=self.config.removal, batch=place.batch, progress=place.progress)
         with written(self.directory / PRICES_FILE) as scratch:
             scratch.write_text(prices.to_json() + "\n")
+        if not self._has_dense:
+            save(deepcopy(self.model).cpu(), self.directory / DENSE)
         return evaluate(self.model, self.data, workers=place.workers, progress=place.stage("evaluating")).top1
 
     def _prune(self, node: Node) -> tuple[Pick, ...]:
@@ -263,11 +287,16 @@ class _Job:
                 progress = self.place.stage(f"{node.key}: choosing {kind} {number}/{len(node.new)}")
                 student, pick = prune_next(student, kind, self._images, self.config.removal, progress)
                 picks.append(pick)
-            save(student.cpu(), start, overwrite=True, notes={PICKS: json.dumps([asdict(pick) for pick in picks])})
+            save(
+                deepcopy(student).cpu(),
+                start,
+                overwrite=True,
+                notes={PICKS: json.dumps([asdict(pick) for pick in picks])},
+            )
         return tuple(Pick.from_dict(pick) for pick in json.loads((start / PICKS).read_text()))
 
-    def _fine_tune(self, node: Node, claim: Claim) -> list[float]:
-        """Train the model that ``node`` begins with, save it for the steps after it, and return its accuracies."""
+    def _fine_tune(self, node: Node, claim: Claim) -> tuple[nn.Module, list[float]]:
+        """Train the model that ``node`` begins with, and return it with its accuracies."""
         folder, place = self._folder(node), self.place
         student = load(folder / START).to(self._device)
         metrics = Metrics(folder / METRICS)
@@ -284,36 +313,31 @@ class _Job:
         )
         for number, accuracy in epochs:
             metrics.write("epoch", update=number, accuracy=accuracy)
+        return student, [line["accuracy"] for line in metrics.read("epoch")]
+
+    def _keep(self, node: Node, student: nn.Module) -> float | None:
+        """Save what a step came to, for those after it; of a split that is measured again, return the speedup."""
         if self.results == SAMPLES:
-            save(student.cpu(), folder / LAST, overwrite=True)
-        return [line["accuracy"] for line in metrics.read("epoch")]
+            save(student.cpu(), self._folder(node) / LAST, overwrite=True)
+            return None
+        models = {"dense": self.model, "pruned": merge_(student)}
+        timing, batch = self.place.stage(f"{node.key}: timing"), self.place.batch
+        return measure_throughput(models, batch=batch, seconds=TIMING_SECONDS, progress=timing).speedup["pruned"].value
 
     def _tidy(self) -> None:
-        """Remove what no step needs any more; the model at the end of a chain stays, for more rounds."""
-        for node in self.tree.values():
-            if self.step(node) is None:
-                continue
-            after = [self.step(other) for other in self.tree.values() if other.parent == node.key]
-            is_needed = None in after or (not after and self.results == SAMPLES)
-            for part in [START, CHECKPOINTS] if is_needed else [""]:
+        """Remove what no step needs any more, and write the table.
+
+        The models at the ends of the chains stay, for more rounds, and that of ``a``, where the interleaved chain
+        leaves the attention chain.
+        """
+        done = {node.key for node in self.tree.values() if self._file(node).is_file()}
+        for node in (node for node in self.tree.values() if node.key in done):
+            after = {other.key for other in self.tree.values() if other.parent == node.key}
+            is_open = self.results == SAMPLES and (not after or node.key == LETTERS["attention"])
+            for part in [START, CHECKPOINTS] if is_open or after - done else [""]:
                 shutil.rmtree(self._folder(node) / part, ignore_errors=True)
-
-    def _write_table(self) -> None:
-        """Write all samples there are as a table, again if there are more by then: others write it too."""
-        written_ones: list[tuple[Node, Step]] | None = None
-        while (done := self._done()) != written_ones:
-            more: dict[str, list[object]] = {
-                "before": [step.before for _, step in done],
-                "chain": [node.chain for node, _ in done],
-                "layers": [" ".join(_short(pick.site) for pick in step.picks) for _, step in done],
-                "te": [" ".join(f"{pick.te:.6g}" for pick in step.picks) for _, step in done],
-                "seconds": [round(step.seconds, 1) for _, step in done],
-            }
-            write_rows(self.directory / SAMPLES_FILE, [step.sample for _, step in done], more)
-            written_ones = done
-
-    def _done(self) -> list[tuple[Node, Step]]:
-        return [(node, step) for node in self.tree.values() if (step := self.step(node))]
+        if self.results == SAMPLES:
+            _write_table(self.directory)
 
     @property
     def _has_dense(self) -> bool:
@@ -334,7 +358,10 @@ class _Job:
         """Return the model that the step ``key`` came to."""
         if key in (None, DENSE):
             return self.model
-        return load(self._folder(self.tree[key]) / LAST).to(self._device)
+        model, node = self._folder(self.tree[key]) / LAST, self.tree[key]
+        if not model.is_dir():
+            raise FileError(f"the model of the step {key} is gone; remove {self._file(node)} to take that step again")
+        return load(model).to(self._device)
 
     def _name(self, node: Node) -> str:
         return f"{self.results}-{node.key}"
@@ -359,6 +386,37 @@ class _ClaimedCheckpoints(Checkpoints):
         super().keep(state)
 
 
+def _read_step(file: Path) -> Step:
+    try:
+        return Step.from_dict(json.loads(file.read_text()))
+    except (ValueError, TypeError, KeyError) as error:
+        raise FileError(f"{file} is damaged ({first_line(error)}); remove it to take that step again") from None
+
+
+def _write_table(directory: Path) -> None:
+    """Write all samples there are as a table, again if there are more by then: others write it too."""
+    written_ones: list[Path] | None = None
+    while (files := sorted((directory / SAMPLES).glob("[!.]*.json"), key=_place_of)) != written_ones:
+        steps = [_read_step(file) for file in files]
+        more: dict[str, list[object]] = {
+            "before": [step.before for step in steps],
+            "chain": [_chain_of(step.kinds) for step in steps],
+            "layers": [" ".join(_short(pick.site) for pick in step.picks) for step in steps],
+            "te": [" ".join(f"{pick.te:.6g}" for pick in step.picks) for step in steps],
+            "seconds": [round(step.seconds, 1) for step in steps],
+        }
+        write_rows(directory / SAMPLES_FILE, [step.sample for step in steps], more)
+        written_ones = files
+
+
+def _place_of(file: Path) -> tuple[int, int]:
+    """Return where in the table a step belongs: chain by chain, the dense model first."""
+    if file.stem == DENSE:
+        return 0, 0
+    letters = "".join(sorted(set(file.stem)))
+    return ["a", "g", "ag"].index(letters) + 1 if letters in ("a", "g", "ag") else 4, len(file.stem)
+
+
 def _tell(progress: Callable[[int, int], None] | None, now: Progress) -> None:
     if progress:
         progress(now.update, now.updates)
@@ -370,14 +428,20 @@ def _tree(chains: dict[Chain, tuple[Kind, ...]]) -> dict[str, Node]:
     >>> list(_tree({"attention": ("attention",) * 2, "interleaved": ("attention", "activation")}))
     ['dense', 'a', 'aa', 'ag']
     """
-    nodes = {DENSE: Node(DENSE, None, (), (), DENSE)}
-    for chain, kinds in chains.items():
+    nodes = {DENSE: Node(DENSE, None, (), ())}
+    for kinds in chains.values():
         parent = DENSE
         for count in range(1, len(kinds) + 1):
             key = "".join(LETTERS[kind] for kind in kinds[:count])
-            nodes.setdefault(key, Node(key, parent, kinds[:count], kinds[count - 1 : count], chain))
+            nodes.setdefault(key, Node(key, parent, kinds[:count], kinds[count - 1 : count]))
             parent = key
     return nodes
+
+
+def _chain_of(kinds: tuple[Kind, ...]) -> str:
+    if not kinds:
+        return DENSE
+    return kinds[0] if len(set(kinds)) == 1 else "interleaved"
 
 
 def _short(site: Site) -> str:

@@ -302,13 +302,21 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 
 def _require_same(file: Path, asked: dict[str, Any]) -> None:
-    before, now = _read_json(file), json.loads(json.dumps(asked))
+    before, now = _flat(_read_json(file)), _flat(json.loads(json.dumps(asked)))
     for key in sorted({*before, *now}):
         if before.get(key) != now.get(key):
             raise FileError(
                 f"{file.parent} was begun with {key} = {_short(before.get(key))}, not {_short(now.get(key))}; "
                 "give the same again to go on, or another directory"
             )
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested values by their path, such as ``config.recovery.training.lr``."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        found |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return found
 
 
 def _short(value: Any) -> str:

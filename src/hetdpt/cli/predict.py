@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -29,6 +30,7 @@ from hetdpt.cli.training import Workers, workers_of
 from hetdpt.errors import PredictError
 
 if TYPE_CHECKING:
+    from hetdpt.plan import Budget, Sample
     from hetdpt.predictor.allocate import Allocation, Split
     from hetdpt.predictor.polynomial import Predictor
     from hetdpt.predictor.prices import Prices
@@ -56,7 +58,7 @@ def predict(
     img_size: ImgSize = None,
     batch: Batch = None,
     removal: Annotated[
-        str | None, typer.Option(help="What --model loses: plain (the default), calibrated, or a pair of styles.")
+        str | None, typer.Option(help="What --model loses: as in hetdpt collect or plain, unless given.")
     ] = None,
     device: Device = None,
     as_given: Annotated[
@@ -96,11 +98,13 @@ def predict(
     if out is not None:
         require_new(out, overwrite, PREDICT)
     rows = read_rows(_file_of(samples))
-    predictor = fit_predictor(rows, _blocks_of(samples) if blocks is None else blocks, exact=not as_given)
+    predictor = fit_predictor(rows, _blocks_of(samples, blocks), exact=not as_given)
     if model is None:
         priced = _read_prices(samples, prices)
     else:
-        priced = _measure(model, sizes, place, predictor.blocks, quiet or as_json)
+        collected = _read_run(samples).get("config", {}).get("removal", "plain")
+        style = read_removal(removal) if removal else collected if isinstance(collected, str) else tuple(collected)
+        priced = _measure(model, sizes, {**place, "removal": style}, predictor.blocks, quiet or as_json)
     allocation = _allocate(predictor, wanted, priced) if wanted else None
     if allocation and recheck:
         allocation = again.decide(samples, allocation, quiet or as_json, is_silent=as_json)
@@ -147,15 +151,23 @@ class Recheck:
         assert self.data is not None
         budgets = [split.budget for split in allocation.table[: self.count]]
         opened = open_data(self.data, root=self.data_root)
-        found = []
+        found: list[Sample] = []
+        speeds: dict[Budget, float | None] = {}
         with stages(is_quiet) as (move, say):
             place = Workplace(device=self.device, workers=workers_of(self.workers), progress=move)
             for done in recheck_into(samples, budgets, opened, place, epochs=self.epochs):
                 found.append(done.step.sample)
+                speeds[done.step.budget] = done.step.speedup
                 if not is_silent:
                     counts = f"{done.step.budget.attention} attention + {done.step.budget.activation} activation"
-                    say(f"measured again: {counts}: {done.step.before:.2f} -> {done.step.accuracy:.2f} %")
-        return allocation.with_rechecked(found)
+                    speed = f", {done.step.speedup:.3f}x as fast" if done.step.speedup else ""
+                    say(f"measured again: {counts}: {done.step.before:.2f} -> {done.step.accuracy:.2f} %{speed}")
+        decided = allocation.with_rechecked(found)
+        wanted, measured = decided.wanted.speedup, speeds.get(decided.budget)
+        if wanted and measured and measured < wanted:
+            text = f"a speedup of {wanted:g} was asked for, but {measured:.3f} is what was measured; ask for more"
+            typer.echo(f"warning: {text}", err=True)
+        return decided
 
 
 @dataclass(frozen=True)
@@ -233,20 +245,25 @@ def _file_of(samples: Path) -> Path:
     return samples / SAMPLES_FILE
 
 
-def _blocks_of(samples: Path) -> int:
+def _blocks_of(samples: Path, given: int | None) -> int:
     """Return how many blocks the sampled model has, as its directory says; a CSV does not."""
-    if not samples.is_dir():
+    known = _read_run(samples).get("blocks")
+    if type(known) is int and given in (None, known):
+        return known
+    if type(known) is int:
+        raise PredictError(f"{samples} was collected from a model with {known} blocks, not {given}; leave --blocks out")
+    if given is None:
         raise PredictError(f"{samples} does not say how many blocks the model has; give --blocks, such as --blocks 12")
+    return given
+
+
+def _read_run(samples: Path) -> dict[str, Any]:
+    """Return what a directory of hetdpt collect was asked for; nothing where there is none that can be read."""
     try:
-        blocks = json.loads((samples / RUN).read_text())["blocks"]
-        if type(blocks) is int:
-            return blocks
-        reason = f"blocks is {blocks!r}"
-    except OSError as error:
-        reason = str(error.strerror)
-    except (ValueError, TypeError, KeyError, RecursionError):
-        reason = "a JSON object with 'blocks' was expected"
-    raise PredictError(f"{samples / RUN} does not say how many blocks the model has ({reason}); give --blocks")
+        values = json.loads((samples / RUN).read_text())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return values if isinstance(values, dict) else {}
 
 
 def _read_prices(samples: Path, file: Path | None) -> Prices | None:
@@ -270,13 +287,12 @@ def _measure(model: str, sizes: dict[str, Any], place: dict[str, Any], blocks: i
     from hetdpt.predictor.pricing import measure_prices
     from hetdpt.surgery import survey_of
 
-    removal = read_removal(place["removal"] or "plain")
     network = open_model(model, **sizes).to(find_device(place["device"]))
     found = survey_of(network).anatomy.blocks
     if found != blocks:
         raise PredictError(f"{model} has {found} blocks, but the samples are of a model with {blocks}; give that one")
     with stages(is_quiet) as (move, _):
-        return measure_prices(network, removal=removal, batch=place["batch"], progress=move)
+        return measure_prices(network, removal=place["removal"], batch=place["batch"], progress=move)
 
 
 def _allocate(predictor: Predictor, wanted: dict[str, Amount], prices: Prices | None) -> Allocation:
@@ -313,7 +329,7 @@ def _print(found: Prediction, most: int | None) -> None:
     each = "speedup" if found.is_timed else "number of layers"
     _print_splits(f"frontier: what to remove for each {each}", found.frontier, most)
     tied = "tied: the best cannot be told from it; " if found.allocation else ""
-    typer.echo(f"{tied}beyond: outside of the samples, so extrapolated")
+    typer.echo(f"{tied}beyond: far from the samples, so extrapolated")
     if found.prices and found.is_timed:
         where = found.prices.measured or "nobody has noted on which device"
         typer.echo(f"speedups are predicted by the time of each layer ({where})")
@@ -340,14 +356,13 @@ def _print_allocation(allocation: Allocation, most: int | None) -> None:
     """Print the table of splits that meet the budget, and the one to take."""
     from hetdpt.predictor.allocate import DRAWS
 
-    _print_splits(f"what to remove for {allocation.wanted}, the best first", allocation.table, most, is_choice=True)
+    _print_splits(f"what to remove for {allocation.wanted}, by prediction", allocation.table, most, is_choice=True)
     best = allocation.best
     others = [split for split in allocation.table if split.is_tied and split != allocation.table[0]]
     remove = f"remove {best.budget.attention} attention and {best.budget.activation} activation layers: predicted "
     remove += f"{best.accuracy:.2f} % {_interval(best)}"
     if allocation.rechecked:
-        measured = max(sample.accuracy for sample in allocation.rechecked)
-        return typer.echo(f"{remove}; {measured:.2f} % measured, the best of {len(allocation.rechecked)}")
+        return typer.echo(f"{remove}; {best.measured:.2f} % measured, the best of {len(allocation.rechecked)}")
     typer.echo(
         f"{remove}; wins {100 * best.share:.0f} % of {DRAWS:,} bootstrap draws"
         + (f"; cannot be told from: {_names(others)}" if others else "")
@@ -366,7 +381,7 @@ def _print_splits(title: str, splits: Sequence[Split], most: int | None, is_choi
         cells = [*map(str, counts), f"{split.accuracy:.2f}", _interval(split)]
         cells += [f"{100 * split.share:.1f} %"] if is_choice else []
         cells += _costs(split)
-        rows.add_row(*cells, _note(split, is_best=is_choice and split == splits[0]))
+        rows.add_row(*cells, _note(split, is_first=is_choice and split == splits[0]))
     print_(rows)
     if most is not None and len(splits) > most:
         typer.echo(f"{len(splits) - most} more; --all prints them too")
@@ -374,7 +389,9 @@ def _print_splits(title: str, splits: Sequence[Split], most: int | None, is_choi
 
 def _costs(split: Split) -> list[str]:
     cells = [] if split.macs is None or split.params is None else [_short(split.macs), _short(split.params)]
-    return cells if split.speedup is None else [*cells, f"{split.speedup:.3f}x"]
+    if split.speedup is None:
+        return cells
+    return [*cells, f"{split.speedup:.3f}x" if isfinite(split.speedup) else "-"]
 
 
 def _short(value: float) -> str:
@@ -393,11 +410,12 @@ def _interval(split: Split) -> str:
     return f"[{split.low:.2f}, {split.high:.2f}]"
 
 
-def _note(split: Split, is_best: bool) -> str:
+def _note(split: Split, is_first: bool) -> str:
     known = (
-        (is_best, "best"),
-        (split.is_tied and not is_best, "tied"),
+        (is_first, "best"),
+        (split.is_tied and not is_first, "tied"),
         (split.is_beyond, "beyond"),
+        (split.measured is not None, f"measured {split.measured:.2f}" if split.measured is not None else ""),
     )
     return ", ".join(text for is_so, text in known if is_so)
 

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import product
 from math import ceil, floor, isfinite, log10
+from numbers import Integral
 
 import numpy as np
 from scipy.spatial import Delaunay
@@ -39,7 +40,7 @@ class Wanted:
     def __post_init__(self) -> None:
         if not self.conditions:
             raise PredictError("say what is to be met: layers=8, macs=3.2e9, params=16e6 or speedup=1.3, or several")
-        if self.layers is not None and (self.layers != int(self.layers) or self.layers < 0):
+        if self.layers is not None and (not _is_count(self.layers) or self.layers < 0):
             raise PredictError(f"layers is {self.layers}; a whole number from 0 on was expected")
         for name in ("macs", "params", "speedup"):
             value = getattr(self, name)
@@ -67,6 +68,10 @@ class Wanted:
         return " and ".join(f"{name} {signs[name]} {value:g}" for name, value in self.conditions.items())
 
 
+def _is_count(value: object) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)  # numpy's integers too
+
+
 @dataclass(frozen=True)
 class Split:
     """A number of layers of each kind, and what is predicted without them."""
@@ -77,7 +82,7 @@ class Split:
     """The accuracy lies between ``low`` and ``high`` with a chance of 95 %, if the polynomial is right."""
     high: float
     is_beyond: bool
-    """Whether it lies outside of the samples, so that its accuracy is extrapolated."""
+    """Whether its accuracy is extrapolated: it lies outside of the samples, or where they decide less than at any."""
     share: float = 0.0
     """Part of the bootstrap draws in which it is the best of its table."""
     is_tied: bool = False
@@ -85,6 +90,8 @@ class Split:
     macs: float | None = None
     params: float | None = None
     speedup: float | None = None
+    measured: float | None = None
+    """The accuracy in percent that a longer run came to; None where there was none."""
 
     @property
     def layers(self) -> int:
@@ -104,47 +111,50 @@ class Allocation:
     """Every split that meets what is wanted, the best first."""
     limits: Budget
     """How many layers of each kind there are."""
-    rechecked: tuple[Sample, ...] = ()
-    """Splits of the table that were measured by a longer run."""
 
     @property
     def budget(self) -> Budget:
-        """The budget to take: the best measured again, else the best predicted."""
-        if not self.rechecked:
-            return self.table[0].budget
-        return max(self.rechecked, key=lambda sample: (sample.accuracy, *_preference(sample.budget))).budget
+        """The budget to take."""
+        return self.best.budget
 
     @property
     def best(self) -> Split:
-        """The row of ``budget``."""
-        return next(split for split in self.table if split.budget == self.budget)
+        """The best of the splits that were measured again or, where none was, the best predicted."""
+        if not self.rechecked:
+            return self.table[0]
+        return max(self.rechecked, key=lambda split: (split.measured or 0.0, *_preference(split.budget)))
+
+    @property
+    def rechecked(self) -> tuple[Split, ...]:
+        """The splits of the table that were measured by a longer run."""
+        return tuple(split for split in self.table if split.measured is not None)
 
     def with_rechecked(self, samples: Iterable[Sample]) -> Allocation:
         """Return the allocation that ``samples`` of some of its splits decide."""
-        return replace(self, rechecked=tuple(samples))
+        measured = {sample.budget: sample.accuracy for sample in samples}
+        table = (replace(split, measured=measured.get(split.budget, split.measured)) for split in self.table)
+        return replace(self, table=tuple(table))
 
     @cached_property
     def warnings(self) -> tuple[str, ...]:
-        """What makes the choice doubtful, a sentence each; where it was measured, only what is said of the fit."""
+        """What makes the choice doubtful, a sentence each; what was measured again is not doubted for that."""
         found, best = list(self.predictor.warnings), self.best
-        if self.rechecked:
-            return tuple(found)
-        if best.is_beyond:
+        if best.is_beyond and best.measured is None:
             found.append(
                 f"{best} lies beyond the samples ({_nearest(self.predictor, best)}); sample further or recheck"
             )
         for degree in self.predictor.rivals:
             other = min(self.table, key=lambda split: _rank(_at(split, self.predictor.with_degree(degree))))
-            if other.budget != best.budget:
+            if other.budget != best.budget and other.measured is None:
                 found.append(
                     f"the samples do not decide the degree: degree {degree} predicts those left out nearly as well and "
-                    f"would choose {other}; sample further, or recheck"
+                    f"would choose {other}; sample further, or recheck it"
                 )
         inner = [split for split in self.table if not self._is_corner(split)]
-        if best.layers and self._is_corner(best) and inner:
+        if best.layers and self._is_corner(best) and inner and all(split.measured is None for split in inner):
             found.append(
-                f"the predictor prefers a corner, {best}: next to it {inner[0]} is predicted "
-                f"{best.accuracy - inner[0].accuracy:.2f} points lower; recheck before you rely on it"
+                f"the predictor prefers a corner, {best}: the best that is none, {inner[0]}, is predicted "
+                f"{best.accuracy - inner[0].accuracy:.2f} points lower; recheck both before you rely on it"
             )
         return tuple(found)
 
@@ -210,20 +220,39 @@ def _splits(predictor: Predictor, prices: Prices | None) -> list[Split]:
     limits = _limits(predictor, prices)
     pairs = product(range(limits.attention + 1), range(limits.activation + 1))
     budgets = sorted((Budget(*pair) for pair in pairs), key=_preference, reverse=True)
-    points = np.array(predictor.points)
-    exact = np.round(points * predictor.blocks) / predictor.blocks  # a sample at 0.67 reaches to 8/12
-    hull = Delaunay(np.concatenate([points, exact]))
-    found = []
+    area, found = _Area(predictor), []
     for budget in budgets:
         a, t = predictor.ratios(budget)
         low, high = predictor.interval(a, t)
-        is_beyond = bool(hull.find_simplex([a, t], tol=1e-9) < 0)
-        split = Split(budget, predictor.predict(a, t), low, high, is_beyond)
+        split = Split(budget, predictor.predict(a, t), low, high, area.is_left_at(a, t))
         if prices is not None:
             price = prices.of(budget)
             split = replace(split, macs=price.macs, params=price.params, speedup=prices.speedup(budget))
         found.append(split)
     return found
+
+
+class _Area:
+    """Where samples decide the polynomial: in their convex hull, as far as leverage is no larger than at one of them.
+
+    Leverage is x (X'X)^-1 x', the variance of a prediction by that of a sample. Chains of one kind make a hull whose
+    middle is far from all of them.
+    """
+
+    def __init__(self, predictor: Predictor) -> None:
+        points = np.array(predictor.points)
+        exact = np.round(points * predictor.blocks) / predictor.blocks  # a sample at 0.67 reaches to 8/12
+        self.hull = Delaunay(np.concatenate([points, exact]))
+        self.predictor, self.inverse = predictor, np.linalg.pinv(predictor.terms(predictor.points)).T
+        self.most = max(self._leverage(a, t) for a, t in np.concatenate([points, exact]))
+
+    def is_left_at(self, a: float, t: float) -> bool:
+        """Whether (a, t) is outside of it."""
+        is_outside = self.hull.find_simplex([a, t], tol=1e-9) < 0
+        return bool(is_outside or self._leverage(a, t) > self.most + 1e-9)
+
+    def _leverage(self, a: float, t: float) -> float:
+        return float(np.square(self.inverse @ self.predictor.terms([(a, t)])[0]).sum())
 
 
 def _limits(predictor: Predictor, prices: Prices | None) -> Budget:

@@ -17,7 +17,10 @@ from hetdpt.errors import PredictError
 from hetdpt.plan import Budget, Sample
 
 DEGREES = (1, 2, 3, 4)
+FEWEST = 3 + 2  # samples: the coefficients of degree 1, and two to leave out
+MOST_BLOCKS = 200
 LEVEL = 0.95  # of intervals
+UNDECIDED = 0.1  # of the pairs left out may leave samples that do not decide a degree
 RIVAL = 1.5  # times the least RMSE: with so few samples a degree is not told from the best by less (docs/method.md)
 POOR = 0.8  # of the variance of accuracies, explained for samples held out
 DECIMALS = 0.005  # what rounding to two decimals takes from a ratio
@@ -70,7 +73,7 @@ class Predictor:
     def explained(self) -> float:
         """1 - RMSE^2 / variance of the accuracies: 1 is perfect, 0 as good as their mean."""
         variance = float(np.var(self.accuracies))
-        return 1 - self.rmse**2 / variance if variance else 1.0
+        return 1 - self.rmse**2 / variance if variance else 0.0
 
     @cached_property
     def coefficients(self) -> dict[str, float]:
@@ -125,7 +128,7 @@ class Predictor:
         It reaches from the lowest to the highest end of the intervals of all ``rivals``, within 0 and 100.
         """
         low, high = self._reach([(a, t)], [1.0])
-        return max(low, 0.0), min(high, 100.0)
+        return min(max(low, 0.0), 100.0), min(max(high, 0.0), 100.0)
 
     def difference(self, one: tuple[float, float], other: tuple[float, float]) -> tuple[float, float]:
         """Return where the accuracy at ``one`` less that at ``other`` lies, as ``interval`` does."""
@@ -154,6 +157,10 @@ class Predictor:
         """What makes the fit doubtful, a sentence each."""
         if self.explained >= POOR:
             return ()
+        if len(set(self.accuracies)) == 1:
+            return (
+                f"all samples have the same accuracy, {self.accuracies[0]:g} %; is the model trained for this data?",
+            )
         return (
             f"the fit is poor: on samples left out it explains {max(self.explained, 0):.0%} of how accuracies differ "
             f"(RMSE {self.rmse:.2f} points); take more samples, or fine-tune each of them longer",
@@ -207,8 +214,8 @@ def fit_predictor(rows: Iterable[Row], blocks: int = 12, exact: bool = True) -> 
     the degree with the least RMSE is fitted again to all. Degrees with more coefficients than samples to fit, or that
     the samples cannot tell apart, are not chosen.
     """
-    if blocks < 1:
-        raise PredictError(f"a model has at least 1 block, not {blocks}")
+    if not 1 <= blocks <= MOST_BLOCKS:
+        raise PredictError(f"a model with 1 to {MOST_BLOCKS} blocks was expected, not with {blocks}")
     found = [_read(row, number, blocks, exact) for number, row in enumerate(rows, 1)]
     _require_different(found, blocks)
     _require_percent(found)
@@ -283,11 +290,10 @@ def _require_percent(rows: list[tuple[float, float, float]]) -> None:
 
 
 def _require_enough(points: np.ndarray) -> None:
-    needed = 3 + 2
-    if len(points) < needed:
+    if len(points) < FEWEST:
         raise PredictError(
             f"{len(points)} samples are too few: a polynomial of degree 1 has 3 coefficients, and 2 samples are left "
-            f"out in turn, so at least {needed} are needed"
+            f"out in turn, so at least {FEWEST} are needed"
         )
     if problem := _why_not(1, points):
         raise PredictError(
@@ -308,12 +314,18 @@ def _why_not(degree: int, points: np.ndarray) -> str:
 
 def _leave_two_out(degree: int, points: np.ndarray, accuracies: np.ndarray) -> LeaveTwoOut:
     terms = _terms(degree, points)
-    sums = np.zeros(len(points))
+    sums, ranks = np.zeros(len(points)), list[int]()
     for rest, pair in LeavePOut(2).split(terms):
-        sums[pair] += terms[pair] @ _solve(terms[rest], accuracies[rest])
+        solution, _, rank, _ = np.linalg.lstsq(terms[rest], accuracies[rest], rcond=None)
+        sums[pair] += terms[pair] @ solution
+        ranks.append(int(rank))
     errors = sums / (len(points) - 1) - accuracies
     mae, rmse = float(np.abs(errors).mean()), float(np.sqrt((errors**2).mean()))
-    return LeaveTwoOut(degree, mae, rmse, _why_not(degree, points))
+    why_not = _why_not(degree, points)
+    undecided = np.mean(np.array(ranks) < terms.shape[1])
+    if degree > 1 and not why_not and undecided > UNDECIDED:
+        why_not = f"without two of the samples they do not decide its {terms.shape[1]} coefficients ({undecided:.0%})"
+    return LeaveTwoOut(degree, mae, rmse, why_not)
 
 
 def _solve(terms: np.ndarray, accuracies: np.ndarray) -> np.ndarray:
@@ -351,8 +363,9 @@ def _sum(coefficients: Mapping[str, float]) -> str:
     >>> _sum({"1": 31.684, "a": 50.653, "a^2": -19.795})
     '31.684 + 50.653 a - 19.795 a^2'
     """
-    parts = []
+    parts, least = [], 1e-9 * max(abs(value) for value in coefficients.values())
     for term, value in coefficients.items():
+        value = value if abs(value) > least else 0.0  # what rounding left of nothing
         sign = "- " if value < 0 else "+ "
         parts.append(f"{sign}{abs(value):.5g}" + ("" if term == "1" else f" {term}"))
     text = " ".join(parts)

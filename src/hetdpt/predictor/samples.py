@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from hetdpt.calibration import variants_of
 from hetdpt.data.sources import Data
 from hetdpt.entropy import transfer_entropy
-from hetdpt.errors import PredictError
+from hetdpt.errors import DataError, PredictError
 from hetdpt.measurement.accuracy import evaluate
 from hetdpt.modules import checked
 from hetdpt.plan import KINDS, Budget, Kind, Plan, Sample, Site
@@ -84,7 +84,8 @@ def _usual_rounds(blocks: int, offered: Budget) -> tuple[int, int, int]:
     ((8, 8, 3), (3, 3, 2))
     """
     one, both = max(round(8 * blocks / 12), 3), max(round(blocks / 4), 2)
-    return min(one, offered.attention), min(one, offered.activation), min(both, offered.attention, offered.activation)
+    most = max(offered.attention - 1, 1)  # without any attention the classes are told from one patch, or from none
+    return min(one, most, offered.attention), min(one, offered.activation), min(both, most, offered.activation)
 
 
 @dataclass(frozen=True)
@@ -112,6 +113,8 @@ class Step:
     accuracy: float
     """And after it."""
     seconds: float
+    speedup: float | None = None
+    """How many times faster than the dense model what is left is, merged; None where that was not measured."""
 
     @property
     def budget(self) -> Budget:
@@ -148,7 +151,10 @@ def prune_next(
     left = [site for site in removable(base) if site.kind == kind]
     if not left:
         raise PredictError(f"a chain takes one more {kind} layer, but none is left that can go; give fewer rounds")
-    entropies = transfer_entropy(student, images, sites=left, removal=removal, progress=progress)
+    try:
+        entropies = transfer_entropy(student, images, sites=left, removal=removal, progress=progress)
+    except DataError as error:
+        raise PredictError(f"no {kind} layer can be chosen: {error}; or give fewer rounds") from None
     site = min(left, key=entropies.__getitem__)
     pruned = variants_of(base, [site], images)[site]  # around the student's own weights, which training would change
     return deepcopy(pruned), Pick(site, entropies[site])

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 # Never "accuracy": a table of predictions is not to be taken for one of samples.
 COLUMNS = ("attention", "activation", "layers", "predicted", "low", "high", "is_beyond", "macs", "params", "speedup")
-CHOICE = ("share", "is_tied")  # which a split has only among others that meet the same
+CHOICE = ("share", "is_tied", "measured")  # which a split has only among others that meet the same
 LINE, SAMPLE, CHOSEN = "#0072B2", "#D55E00", "#009E73"  # of Okabe and Ito, which the colour-blind tell apart
 REACH = 1.6  # times as far as the samples the figure goes; beyond, the polynomial is a guess
 WIDE, HIGH = 0.055, 0.045  # parts of the figure that a label takes
@@ -44,9 +44,6 @@ def summary(
         "wanted": allocation.wanted.conditions if allocation else None,
         "budget": asdict(allocation.budget) if allocation else None,
         "table": [values_of(split, is_choice=True) for split in allocation.table] if allocation else None,
-        "rechecked": [{**asdict(sample.budget), "accuracy": sample.accuracy} for sample in allocation.rechecked]
-        if allocation
-        else None,
         "frontier": [values_of(split) for split in frontier],
         "prices": json.loads(prices.to_json()) if prices else None,
         "warnings": list(allocation.warnings if allocation else predictor.warnings),
