@@ -22,9 +22,10 @@ from test_cli import SCRIPT, Run
 from torch import nn
 
 import hetdpt
-from hetdpt import collection
 from hetdpt.adapters.preprocessing import preprocessing_of
-from hetdpt.collection import Done, Workplace, collect_into, read_run, recheck_into
+from hetdpt.collection import work
+from hetdpt.collection.collect import collect_into, read_run, recheck_into
+from hetdpt.collection.work import Done, Workplace
 from hetdpt.data.sources import open_data
 from hetdpt.data.unlabelled import ImageBatches
 from hetdpt.errors import FileError, PredictError
@@ -253,7 +254,7 @@ def test_a_killed_step_goes_on_from_its_checkpoint(
     def tell(progress: object, now: Any) -> None:
         trained.append(now.update)
 
-    monkeypatch.setattr(collection, "_tell", tell)
+    monkeypatch.setattr(work, "_tell", tell)
     step = next(done.step for done in collect(out, hetdpt.load(home / "dense")) if done.node.key == "a")
     assert trained[0] > 1  # updates that the killed process did are not done again
     assert {**step.to_dict(), "seconds": 0} == Step.from_dict(samples(whole)["a"]).to_dict()
@@ -335,7 +336,7 @@ def test_a_recheck_is_longer_by_itself(whole: Path, monkeypatch: pytest.MonkeyPa
         seen.append(config.training.epochs)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(collection, "fine_tune", stop)
+    monkeypatch.setattr(work, "fine_tune", stop)
     with pytest.raises(KeyboardInterrupt):
         list(recheck_into(whole, [Budget(1, 0)], "demo"))
     assert seen == [3]

@@ -17,7 +17,8 @@ from hetdpt import torchvision_ops
 if TYPE_CHECKING:
     from hetdpt.adapters.models import Base, create
     from hetdpt.calibration import calibrate_
-    from hetdpt.collection import Workplace, collect_into, recheck_into
+    from hetdpt.collection.collect import collect_into, recheck_into
+    from hetdpt.collection.work import Workplace
     from hetdpt.data.augmentation import Augmentation
     from hetdpt.entropy import transfer_entropy
     from hetdpt.errors import HetDPTError
@@ -45,7 +46,8 @@ __version__ = "0.1.0"
 _HOMES = {
     "hetdpt.adapters.models": ("Base", "create"),
     "hetdpt.calibration": ("calibrate_",),
-    "hetdpt.collection": ("Workplace", "collect_into", "recheck_into"),
+    "hetdpt.collection.collect": ("collect_into", "recheck_into"),
+    "hetdpt.collection.work": ("Workplace",),
     "hetdpt.data.augmentation": ("Augmentation",),
     "hetdpt.entropy": ("transfer_entropy",),
     "hetdpt.errors": ("HetDPTError",),

@@ -41,7 +41,7 @@ from hetdpt.cli.training import (
 from hetdpt.errors import PredictError
 
 if TYPE_CHECKING:
-    from hetdpt.collection import Done
+    from hetdpt.collection.work import Done
 
 
 def collect(
@@ -84,9 +84,11 @@ def collect(
     quiet: Quiet = False,
 ) -> None:
     """Sample accuracy: remove a layer, fine-tune briefly, evaluate, and again; hetdpt predict makes a budget of it."""
-    from hetdpt.collection import Workplace, collect_into
+    from hetdpt.collection.collect import collect_into
+    from hetdpt.collection.work import Workplace
     from hetdpt.data.sources import open_data
     from hetdpt.export.saved import open_model
+    from hetdpt.predictor.polynomial import FEWEST
     from hetdpt.predictor.samples import CollectConfig
     from hetdpt.randomness import seeded
     from hetdpt.recipes import recipe as recipe_called
@@ -115,7 +117,8 @@ def collect(
         return print_json(directory=str(out), samples=[_record(done) for done in found])
     _print(found)
     note_random_weights(model, weights, pretrained)
-    typer.echo(f"written to {out}; hetdpt predict {out} --layers 4 splits a budget")
+    hint = f"; hetdpt predict {out} --layers 4 splits a budget" if len(found) >= FEWEST else ""
+    typer.echo(f"written to {out}{hint}")
 
 
 def _read_rounds(text: str | None) -> tuple[int, int, int] | None:

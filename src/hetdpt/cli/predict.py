@@ -145,7 +145,8 @@ class Recheck:
 
     def decide(self, samples: Path, allocation: Allocation, is_quiet: bool, is_silent: bool) -> Allocation:
         """Return the allocation after the best splits were measured by a longer run."""
-        from hetdpt.collection import Workplace, recheck_into
+        from hetdpt.collection.collect import recheck_into
+        from hetdpt.collection.work import Workplace
         from hetdpt.data.sources import open_data
 
         assert self.data is not None

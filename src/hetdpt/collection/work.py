@@ -1,82 +1,45 @@
-"""Samples of accuracy, to files: a run directory that processes of one or several machines fill together.
-
-run.json      what was asked for; all processes ask for the same
-dense/        the model as it was given
-prices.json   what its layers cost
-samples/      one file for each step that is done
-samples.csv   the same as a table, for ``hetdpt predict``
-steps/        models and checkpoints of steps that are not done, or that others can begin from
-claims/       who works on which step
-recheck/      as samples/, for splits that were measured again
-
-Steps form a tree: a step begins from the model its parent came to. Chains that begin alike share steps.
-"""
+"""One process at work on the steps of a collection: it claims one, takes it, and writes what it came to."""
 
 from __future__ import annotations
 
 import json
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from copy import deepcopy
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import TypeAdapter
 from torch import nn
 
 from hetdpt.adapters.preprocessing import preprocessing_of
 from hetdpt.claims import Claim, holder
-from hetdpt.data.sources import Data, open_data
+from hetdpt.collection.tree import DENSE, LETTERS, Node, chain_of
+from hetdpt.data.sources import Data
 from hetdpt.data.unlabelled import ImageBatches
-from hetdpt.errors import FileError, PredictError, TrainError, first_line
+from hetdpt.errors import FileError, PredictError, first_line
 from hetdpt.export.saved import RECIPE, load, save
 from hetdpt.files import written
 from hetdpt.measurement.accuracy import evaluate
 from hetdpt.measurement.speed import measure_throughput
-from hetdpt.modules import digest, find_device
-from hetdpt.plan import Budget, Kind, Site
-from hetdpt.predictor.polynomial import FEWEST
+from hetdpt.plan import Site
 from hetdpt.predictor.prices import PRICES_FILE
 from hetdpt.predictor.pricing import measure_prices
 from hetdpt.predictor.rows import SAMPLES_FILE, write_rows
-from hetdpt.predictor.samples import Chain, CollectConfig, Pick, Step, fine_tune, prune_next
-from hetdpt.recovery import RecoverConfig
-from hetdpt.runs import CHECKPOINTS, METRICS, RUN, Checkpoints, Metrics, share
-from hetdpt.surgery import known, merge_, ready, removable
-from hetdpt.training.processes import start
+from hetdpt.predictor.samples import CollectConfig, Pick, Step, fine_tune, prune_next
+from hetdpt.runs import CHECKPOINTS, METRICS, Checkpoints, Metrics
+from hetdpt.surgery import merge_
 from hetdpt.training.trainer import Progress
 
-DENSE = "dense"
 SAMPLES, RECHECK, STEPS, CLAIMS = "samples", "recheck", "steps", "claims"
 START, LAST, PICKS = "start", "last", "picks.json"
-LETTERS = {"attention": "a", "activation": "g"}  # as in the paper's m^a and m^g
 WAIT = 1.0  # seconds between two looks at what others do
 TIMING_SECONDS = 10.0
-LONGER = 3  # times the epochs, when a split is measured again
 StageProgress = Callable[[str, int, int], None]
 """Called with what is being done and (steps done, in all)."""
-
-
-@dataclass(frozen=True)
-class Node:
-    """A step of the tree, taken or not."""
-
-    key: str
-    """``dense``, or a letter for each layer that is gone: ``aag``."""
-    parent: str | None
-    kinds: tuple[Kind, ...]
-    """Of all layers that are gone then, in order."""
-    new: tuple[Kind, ...]
-    """Of those that go in this step."""
-
-    @property
-    def chain(self) -> str:
-        """The first of the chains that has this step."""
-        return _chain_of(self.kinds)
 
 
 @dataclass(frozen=True)
@@ -105,92 +68,8 @@ class Workplace:
         return partial(self.progress, name) if self.progress else None
 
 
-def collect_into(
-    directory: str | Path,
-    model: nn.Module,
-    data: str | Data,
-    config: CollectConfig,
-    place: Workplace | None = None,
-    *,
-    chain: Chain | None = None,
-) -> Iterator[Done]:
-    """Sample how the accuracy of ``model`` depends on the layers it loses, and yield every step once it is on disk.
-
-    Called again it goes on where it was killed, and with more rounds where it ended. Called by several processes, with
-    one ``directory`` that all of them see, each takes the next step that nobody works on; a process yields what the
-    others did too, and returns when all is done. ``chain`` takes the steps of that one alone.
-    """
-    directory, place = Path(directory), place or Workplace()
-    _require_alone(config.recovery, place)
-    opened = data if isinstance(data, Data) else open_data(data)
-    base = ready(model, config.removal)
-    offered = [site.kind for site in removable(base)]
-    blocks = known(base).survey.anatomy.blocks
-    chains = config.chains(blocks, Budget(offered.count("attention"), offered.count("activation")))
-    if chain is not None and chain not in chains:
-        raise PredictError(f"the chain {chain} has no rounds; those that have are {', '.join(chains)}")
-    if config.rounds is None:
-        _require_enough(chains, config)
-    share(directory, _asked(model, opened, config, blocks))
-    tree = _tree(chains)
-    job = _Job(directory, SAMPLES, model.to(find_device(place.device)), opened, config, place, tree)
-    wanted = [n for n in tree.values() if chain is None or n.kinds == chains[chain][: len(n.kinds)]]
-    yield from job.work(wanted)
-
-
-def recheck_into(
-    directory: str | Path,
-    budgets: Sequence[Budget],
-    data: str | Data,
-    place: Workplace | None = None,
-    *,
-    epochs: int | None = None,
-) -> Iterator[Done]:
-    """Measure ``budgets`` again, each by a longer fine-tuning from the dense model, and yield every one once on disk.
-
-    ``directory`` is one of ``collect_into``; its model and settings are used. ``epochs`` are three times as many as
-    its steps had, by default. Layers are chosen by transfer entropy as in the chains, the two kinds in turn.
-    """
-    directory, place = Path(directory), place or Workplace()
-    opened = data if isinstance(data, Data) else open_data(data)
-    asked = read_run(directory)
-    if opened.name != asked["data"]:
-        raise PredictError(f"{directory} was collected on {asked['data']}, not on {opened.name}; give the same data")
-    config = TypeAdapter(CollectConfig).validate_python(asked["config"])
-    epochs = epochs or LONGER * config.recovery.training.epochs
-    _require_alone(config.recovery, place)
-    longer = replace(config, recovery=config.recovery.with_settings({"training.epochs": epochs}), fine_tunes=True)
-    root = Node(DENSE, None, (), ())
-    nodes = {DENSE: root}
-    for budget in budgets:
-        kinds = _in_turn(budget)
-        key = f"{budget.attention}-{budget.activation}-epochs-{epochs}"
-        nodes[key] = Node(key, DENSE, kinds, kinds)
-    model = load(directory / DENSE).to(find_device(place.device))
-    job = _Job(directory, RECHECK, model, opened, longer, place, nodes)
-    yield from job.work([node for node in nodes.values() if node is not root])
-
-
-def _require_enough(chains: dict[Chain, tuple[Kind, ...]], config: CollectConfig) -> None:
-    """Refuse to begin where nothing could be fitted to all the samples there can be."""
-    samples = len(_tree(chains))
-    if samples < FEWEST or "interleaved" not in chains:
-        raise PredictError(
-            f"no predictor could be fitted: with removal {config.removal!r} this model gives {samples} samples, of the "
-            f"chains {', '.join(chains) or 'none'}, but {FEWEST} of both kinds are needed; try --removal calibrated"
-        )
-
-
-def _require_alone(config: RecoverConfig, place: Workplace) -> None:
-    if start(config.training.precision, place.device).num_processes > 1:
-        raise TrainError(
-            "samples are collected by processes that do not know each other; start the same command several times, "
-            "each with its own --device, instead of torchrun or accelerate"
-        )
-
-
 @dataclass(frozen=True)
-class _Job:
+class Job:
     """What there is to do in one directory, and with what."""
 
     directory: Path
@@ -300,7 +179,7 @@ class _Job:
         folder, place = self._folder(node), self.place
         student = load(folder / START).to(self._device)
         metrics = Metrics(folder / METRICS)
-        keeper = _ClaimedCheckpoints(folder / CHECKPOINTS, place.minutes, claim)
+        keeper = _Claimed(Checkpoints(folder / CHECKPOINTS, place.minutes), claim)
         epochs = fine_tune(
             student,
             self.model,
@@ -373,17 +252,22 @@ class _Job:
         return self.directory / self.results / f"{node.key}.json"
 
 
-class _ClaimedCheckpoints(Checkpoints):
-    """Checkpoints of a step that this process has claimed; it stops where another one has taken over."""
+@dataclass(frozen=True)
+class _Claimed:
+    """Keeps the states of a step that this process has claimed; it stops where another one has taken over."""
 
-    def __init__(self, directory: Path, minutes: float, claim: Claim) -> None:
-        super().__init__(directory, minutes)
-        self.claim = claim
+    checkpoints: Checkpoints
+    claim: Claim
+
+    def latest(self) -> dict[str, Any] | None:
+        return self.checkpoints.latest()
+
+    def is_due(self) -> bool:
+        return self.checkpoints.is_due()
 
     def keep(self, state: dict[str, Any]) -> None:
-        """Write ``state`` as the newest."""
         self.claim.require_held()
-        super().keep(state)
+        self.checkpoints.keep(state)
 
 
 def _read_step(file: Path) -> Step:
@@ -400,7 +284,7 @@ def _write_table(directory: Path) -> None:
         steps = [_read_step(file) for file in files]
         more: dict[str, list[object]] = {
             "before": [step.before for step in steps],
-            "chain": [_chain_of(step.kinds) for step in steps],
+            "chain": [chain_of(step.kinds) for step in steps],
             "layers": [" ".join(_short(pick.site) for pick in step.picks) for step in steps],
             "te": [" ".join(f"{pick.te:.6g}" for pick in step.picks) for step in steps],
             "seconds": [round(step.seconds, 1) for step in steps],
@@ -417,65 +301,10 @@ def _place_of(file: Path) -> tuple[int, int]:
     return ["a", "g", "ag"].index(letters) + 1 if letters in ("a", "g", "ag") else 4, len(file.stem)
 
 
-def _tell(progress: Callable[[int, int], None] | None, now: Progress) -> None:
-    if progress:
-        progress(now.update, now.updates)
-
-
-def _tree(chains: dict[Chain, tuple[Kind, ...]]) -> dict[str, Node]:
-    """Return the steps of ``chains`` by their keys, each after the one it begins from.
-
-    >>> list(_tree({"attention": ("attention",) * 2, "interleaved": ("attention", "activation")}))
-    ['dense', 'a', 'aa', 'ag']
-    """
-    nodes = {DENSE: Node(DENSE, None, (), ())}
-    for kinds in chains.values():
-        parent = DENSE
-        for count in range(1, len(kinds) + 1):
-            key = "".join(LETTERS[kind] for kind in kinds[:count])
-            nodes.setdefault(key, Node(key, parent, kinds[:count], kinds[count - 1 : count]))
-            parent = key
-    return nodes
-
-
-def _chain_of(kinds: tuple[Kind, ...]) -> str:
-    if not kinds:
-        return DENSE
-    return kinds[0] if len(set(kinds)) == 1 else "interleaved"
-
-
 def _short(site: Site) -> str:
     return f"{LETTERS[site.kind]}{site.block}"
 
 
-def _in_turn(budget: Budget) -> tuple[Kind, ...]:
-    """Return the kinds of the layers of ``budget``, in turn as long as there are both.
-
-    >>> _in_turn(Budget(1, 3))
-    ('attention', 'activation', 'activation', 'activation')
-    """
-    counts: dict[Kind, int] = {"attention": budget.attention, "activation": budget.activation}
-    turns = [(turn, number, kind) for number, (kind, count) in enumerate(counts.items()) for turn in range(count)]
-    return tuple(kind for _, _, kind in sorted(turns))
-
-
-def _asked(model: nn.Module, data: Data, config: CollectConfig, blocks: int) -> dict[str, Any]:
-    """Return all that decides what a step comes to, as plain JSON; how many there are does not."""
-    return {
-        "model": digest(model),
-        "blocks": blocks,
-        "data": data.name,
-        "classes": data.num_classes,
-        "images": [len(split) if split is not None else None for split in (data.train, data.val)],
-        "config": asdict(replace(config, rounds=None)),
-    }
-
-
-def read_run(directory: Path) -> dict[str, Any]:
-    """Return what a collection in ``directory`` was asked for; ``FileError`` if there is none."""
-    try:
-        asked: dict[str, Any] = json.loads((directory / RUN).read_text())
-        TypeAdapter(CollectConfig).validate_python(asked["config"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise FileError(f"{directory} is no directory of hetdpt collect ({first_line(error)})") from None
-    return asked
+def _tell(progress: Callable[[int, int], None] | None, now: Progress) -> None:
+    if progress:
+        progress(now.update, now.updates)

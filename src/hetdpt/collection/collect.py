@@ -1,0 +1,134 @@
+"""Samples of accuracy, from a dense model to files; and splits of a budget that are measured again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter
+from torch import nn
+
+from hetdpt.collection.tree import DENSE, Node, in_turn, tree_of
+from hetdpt.collection.work import RECHECK, SAMPLES, Done, Job, Workplace
+from hetdpt.data.sources import Data, open_data
+from hetdpt.errors import FileError, PredictError, TrainError, first_line
+from hetdpt.export.saved import load
+from hetdpt.modules import digest, find_device
+from hetdpt.plan import Budget, Kind
+from hetdpt.predictor.polynomial import FEWEST
+from hetdpt.predictor.samples import Chain, CollectConfig
+from hetdpt.recovery import RecoverConfig
+from hetdpt.runs import RUN, share
+from hetdpt.surgery import known, ready, removable
+from hetdpt.training.processes import start
+
+LONGER = 3  # times the epochs, when a split is measured again
+
+
+def collect_into(
+    directory: str | Path,
+    model: nn.Module,
+    data: str | Data,
+    config: CollectConfig,
+    place: Workplace | None = None,
+    *,
+    chain: Chain | None = None,
+) -> Iterator[Done]:
+    """Sample how the accuracy of ``model`` depends on the layers it loses, and yield every step once it is on disk.
+
+    Called again it goes on where it was killed, and with more rounds where it ended. Called by several processes, with
+    one ``directory`` that all of them see, each takes the next step that nobody works on; a process yields what the
+    others did too, and returns when all is done. ``chain`` takes the steps of that one alone.
+    """
+    directory, place = Path(directory), place or Workplace()
+    _require_alone(config.recovery, place)
+    opened = data if isinstance(data, Data) else open_data(data)
+    base = ready(model, config.removal)
+    offered = [site.kind for site in removable(base)]
+    blocks = known(base).survey.anatomy.blocks
+    chains = config.chains(blocks, Budget(offered.count("attention"), offered.count("activation")))
+    if chain is not None and chain not in chains:
+        raise PredictError(f"the chain {chain} has no rounds; those that have are {', '.join(chains)}")
+    if config.rounds is None:
+        _require_enough(chains, config)
+    share(directory, _asked(model, opened, config, blocks))
+    tree = tree_of(chains)
+    job = Job(directory, SAMPLES, model.to(find_device(place.device)), opened, config, place, tree)
+    wanted = [n for n in tree.values() if chain is None or n.kinds == chains[chain][: len(n.kinds)]]
+    yield from job.work(wanted)
+
+
+def recheck_into(
+    directory: str | Path,
+    budgets: Sequence[Budget],
+    data: str | Data,
+    place: Workplace | None = None,
+    *,
+    epochs: int | None = None,
+) -> Iterator[Done]:
+    """Measure ``budgets`` again, each by a longer fine-tuning from the dense model, and yield every one once on disk.
+
+    ``directory`` is one of ``collect_into``; its model and settings are used. ``epochs`` are three times as many as
+    its steps had, by default. Layers are chosen by transfer entropy as in the chains, the two kinds in turn.
+    """
+    directory, place = Path(directory), place or Workplace()
+    opened = data if isinstance(data, Data) else open_data(data)
+    asked = read_run(directory)
+    if opened.name != asked["data"]:
+        raise PredictError(f"{directory} was collected on {asked['data']}, not on {opened.name}; give the same data")
+    config = TypeAdapter(CollectConfig).validate_python(asked["config"])
+    epochs = epochs or LONGER * config.recovery.training.epochs
+    _require_alone(config.recovery, place)
+    longer = replace(config, recovery=config.recovery.with_settings({"training.epochs": epochs}), fine_tunes=True)
+    root = Node(DENSE, None, (), ())
+    nodes = {DENSE: root}
+    for budget in budgets:
+        kinds = in_turn(budget)
+        key = f"{budget.attention}-{budget.activation}-epochs-{epochs}"
+        nodes[key] = Node(key, DENSE, kinds, kinds)
+    model = load(directory / DENSE).to(find_device(place.device))
+    job = Job(directory, RECHECK, model, opened, longer, place, nodes)
+    yield from job.work([node for node in nodes.values() if node is not root])
+
+
+def _require_enough(chains: dict[Chain, tuple[Kind, ...]], config: CollectConfig) -> None:
+    """Refuse to begin where nothing could be fitted to all the samples there can be."""
+    samples = len(tree_of(chains))
+    if samples < FEWEST or "interleaved" not in chains:
+        raise PredictError(
+            f"no predictor could be fitted: with removal {config.removal!r} this model gives {samples} samples, of the "
+            f"chains {', '.join(chains) or 'none'}, but {FEWEST} of both kinds are needed; try --removal calibrated"
+        )
+
+
+def _require_alone(config: RecoverConfig, place: Workplace) -> None:
+    if start(config.training.precision, place.device).num_processes > 1:
+        raise TrainError(
+            "samples are collected by processes that do not know each other; start the same command several times, "
+            "each with its own --device, instead of torchrun or accelerate"
+        )
+
+
+def _asked(model: nn.Module, data: Data, config: CollectConfig, blocks: int) -> dict[str, Any]:
+    """Return all that decides what a step comes to, as plain JSON; how many there are does not."""
+    return {
+        "model": digest(model),
+        "blocks": blocks,
+        "data": data.name,
+        "classes": data.num_classes,
+        "images": [len(split) if split is not None else None for split in (data.train, data.val)],
+        "config": asdict(replace(config, rounds=None)),
+    }
+
+
+def read_run(directory: Path) -> dict[str, Any]:
+    """Return what a collection in ``directory`` was asked for; ``FileError`` if there is none."""
+    try:
+        asked: dict[str, Any] = json.loads((directory / RUN).read_text())
+        TypeAdapter(CollectConfig).validate_python(asked["config"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise FileError(f"{directory} is no directory of hetdpt collect ({first_line(error)})") from None
+    return asked
