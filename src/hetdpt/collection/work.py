@@ -29,7 +29,7 @@ from hetdpt.plan import Site
 from hetdpt.predictor.prices import PRICES_FILE
 from hetdpt.predictor.pricing import measure_prices
 from hetdpt.predictor.rows import SAMPLES_FILE, write_rows
-from hetdpt.predictor.samples import CollectConfig, Pick, Step, fine_tune, prune_next
+from hetdpt.predictor.samples import CHAINS, CollectConfig, Pick, Step, fine_tune, prune_next
 from hetdpt.runs import CHECKPOINTS, METRICS, Checkpoints, Metrics
 from hetdpt.surgery import merge_
 from hetdpt.training.trainer import Progress
@@ -279,9 +279,9 @@ def _read_step(file: Path) -> Step:
 
 def _write_table(directory: Path) -> None:
     """Write all samples there are as a table, again if there are more by then: others write it too."""
-    written_ones: list[Path] | None = None
-    while (files := sorted((directory / SAMPLES).glob("[!.]*.json"), key=_place_of)) != written_ones:
-        steps = [_read_step(file) for file in files]
+    chains, written_ones = [DENSE, *CHAINS], set[Path]()
+    while (files := set((directory / SAMPLES).glob("[!.]*.json"))) != written_ones:
+        steps = sorted(map(_read_step, files), key=lambda step: (chains.index(chain_of(step.kinds)), len(step.kinds)))
         more: dict[str, list[object]] = {
             "before": [step.before for step in steps],
             "chain": [chain_of(step.kinds) for step in steps],
@@ -291,14 +291,6 @@ def _write_table(directory: Path) -> None:
         }
         write_rows(directory / SAMPLES_FILE, [step.sample for step in steps], more)
         written_ones = files
-
-
-def _place_of(file: Path) -> tuple[int, int]:
-    """Return where in the table a step belongs: chain by chain, the dense model first."""
-    if file.stem == DENSE:
-        return 0, 0
-    letters = "".join(sorted(set(file.stem)))
-    return ["a", "g", "ag"].index(letters) + 1 if letters in ("a", "g", "ag") else 4, len(file.stem)
 
 
 def _short(site: Site) -> str:
