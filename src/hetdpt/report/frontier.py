@@ -147,7 +147,7 @@ def _in_reach(frontier: Sequence[Split], view: View, chosen: Split | None) -> li
 
 
 def _limit(panel: Axes, splits: Sequence[Split], view: View) -> None:
-    """Set the limits by what is predicted and measured; the band may leave them."""
+    """Set the limits by what is predicted and measured; intervals may leave them."""
     places = [view.place(split.budget) for split in splits] + [place for place, _ in view.samples]
     values = [split.accuracy for split in splits] + [accuracy for _, accuracy in view.samples]
     for set_, found in ((panel.set_xlim, places), (panel.set_ylim, values)):
@@ -157,8 +157,9 @@ def _limit(panel: Axes, splits: Sequence[Split], view: View) -> None:
 
 def _draw_frontier(panel: Axes, splits: Sequence[Split], view: View) -> None:
     places = [view.place(split.budget) for split in splits]
+    # no band: neighbours on the frontier may be a sample, which is known well, and a mixed split, which is not
     lows, highs = [split.low for split in splits], [split.high for split in splits]
-    panel.fill_between(places, lows, highs, color=LINE, alpha=0.15, linewidth=0, label="95 % interval")
+    panel.vlines(places, lows, highs, color=LINE, alpha=0.25, linewidth=3, zorder=1, label="95 % interval")
     for one, two in pairwise(splits):
         dashes = "--" if one.is_beyond or two.is_beyond else "-"
         ends = [view.place(one.budget), view.place(two.budget)]
