@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -25,22 +23,19 @@ from hetdpt.cli.options import (
     Weights,
     read_removal,
 )
-from hetdpt.cli.show import print_, print_json, stages, table
+from hetdpt.cli.prediction import PREDICT, SHOWN, UNITS, Prediction, print_prediction, write_prediction
+from hetdpt.cli.show import print_json, stages
 from hetdpt.cli.training import Workers, workers_of
 from hetdpt.errors import PredictError
 
 if TYPE_CHECKING:
     from hetdpt.plan import Budget, Sample
-    from hetdpt.predictor.allocate import Allocation, Split
+    from hetdpt.predictor.allocate import Allocation
     from hetdpt.predictor.polynomial import Predictor
     from hetdpt.predictor.prices import Prices
 
-PREDICT = "predict.json"  # by which a directory of ours is known
 RUN = "run.json"  # of a directory of hetdpt collect
-SHOWN = 20  # rows of a table
-NAMED = 8  # splits in a sentence
 AMOUNT = re.compile(r"(\d+\.?\d*|\.\d+)(e[+-]?\d+)?\s*([kmg%]?)", re.IGNORECASE)
-UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
 
 
 def predict(
@@ -110,10 +105,10 @@ def predict(
         allocation = again.decide(samples, allocation, quiet or as_json, is_silent=as_json)
     found = Prediction(predictor, frontier(predictor, priced), allocation, priced)
     if out is not None:
-        _write(found, out, overwrite)
+        write_prediction(found, out, overwrite)
     if as_json:
         return print_json(**found.values)
-    _print(found, None if is_all else SHOWN)
+    print_prediction(found, None if is_all else SHOWN)
     if out is not None:
         typer.echo(f"written to {out}: {', '.join(sorted(file.name for file in out.iterdir()))}")
 
@@ -203,30 +198,6 @@ def read_amount(name: str, value: str | float) -> Amount:
     return Amount(number, is_part=True) if unit == "%" else Amount(number * UNITS[unit])
 
 
-@dataclass(frozen=True)
-class Prediction:
-    """All that the command has found."""
-
-    predictor: Predictor
-    frontier: tuple[Split, ...]
-    allocation: Allocation | None
-    prices: Prices | None
-
-    @property
-    def is_timed(self) -> bool:
-        return self.prices is not None and self.prices.dense.ms is not None
-
-    @property
-    def values(self) -> dict[str, Any]:
-        """What ``--json`` prints."""
-        from hetdpt.report.frontier import summary
-
-        return summary(self.predictor, self.frontier, self.allocation, self.prices)
-
-
-# What is read
-
-
 def _refuse_strays(model: str | None, prices: Path | None, options: dict[str, Any]) -> None:
     """Raise ``PredictError`` for options that nothing would come of."""
     given = [f"--{name.replace('_', '-')}" for name, value in options.items() if value]
@@ -302,125 +273,3 @@ def _allocate(predictor: Predictor, wanted: dict[str, Amount], prices: Prices | 
     dense = {"macs": prices.dense.macs, "params": prices.dense.params} if prices else {}
     limits: dict[str, Any] = {name: amount.of(dense.get(name)) for name, amount in wanted.items()}
     return allocate(predictor, prices=prices, **limits)
-
-
-# What is written and printed
-
-
-def _write(found: Prediction, out: Path, overwrite: bool) -> None:
-    from hetdpt.files import new_directory
-    from hetdpt.predictor.prices import PRICES_FILE
-    from hetdpt.report.frontier import draw, write_csv
-
-    best = found.allocation.best if found.allocation else None
-    with new_directory(out, PREDICT, overwrite) as scratch:
-        (scratch / PREDICT).write_text(json.dumps(found.values, indent=1) + "\n")
-        write_csv(found.frontier, scratch / "frontier.csv")
-        draw(found.frontier, found.predictor, scratch / "frontier.png", found.prices, best)
-        if found.allocation:
-            write_csv(found.allocation.table, scratch / "splits.csv", is_choice=True)
-        if found.prices:
-            (scratch / PRICES_FILE).write_text(found.prices.to_json() + "\n")
-
-
-def _print(found: Prediction, most: int | None) -> None:
-    _print_fit(found.predictor)
-    if found.allocation:
-        _print_allocation(found.allocation, most)
-    each = "speedup" if found.is_timed else "number of layers"
-    _print_splits(f"frontier: what to remove for each {each}", found.frontier, most)
-    tied = "tied: the best cannot be told from it; " if found.allocation else ""
-    typer.echo(f"{tied}beyond: far from the samples, so extrapolated")
-    if found.prices and found.is_timed:
-        where = found.prices.measured or "nobody has noted on which device"
-        typer.echo(f"speedups are predicted by the time of each layer ({where})")
-    for text in found.allocation.warnings if found.allocation else found.predictor.warnings:
-        typer.echo(f"warning: {text}", err=True)
-
-
-def _print_fit(predictor: Predictor) -> None:
-    typer.echo(f"{len(predictor.points)} samples of a model with {predictor.blocks} blocks")
-    rows = table("error on samples left out, two at a time, in points", "degree", "MAE", "RMSE", "")
-    rows.columns[-1].justify = "left"
-    for row in predictor.tried:
-        note = "chosen" if row.degree == predictor.degree else f"not eligible: {row.why_not}" if row.why_not else ""
-        rows.add_row(str(row.degree), f"{row.mae:.4f}", f"{row.rmse:.4f}", note)
-    print_(rows)
-    typer.echo(
-        f"{predictor.formula}\n{predictor.pruned_formula}\n"
-        "P is the accuracy in percent; a and t are the parts of attention and activation layers that are kept,\n"
-        "p = 1 - a and q = 1 - t those that are removed"
-    )
-
-
-def _print_allocation(allocation: Allocation, most: int | None) -> None:
-    """Print the table of splits that meet the budget, and the one to take."""
-    from hetdpt.predictor.allocate import DRAWS
-
-    _print_splits(f"what to remove for {allocation.wanted}, by prediction", allocation.table, most, is_choice=True)
-    best = allocation.best
-    others = [split for split in allocation.table if split.is_tied and split != allocation.table[0]]
-    remove = f"remove {best.budget.attention} attention and {best.budget.activation} activation layers: predicted "
-    remove += f"{best.accuracy:.2f} % {_interval(best)}"
-    if allocation.rechecked:
-        return typer.echo(f"{remove}; {best.measured:.2f} % measured, the best of {len(allocation.rechecked)}")
-    typer.echo(
-        f"{remove}; wins {100 * best.share:.0f} % of {DRAWS:,} bootstrap draws"
-        + (f"; cannot be told from: {_names(others)}" if others else "")
-    )
-
-
-def _print_splits(title: str, splits: Sequence[Split], most: int | None, is_choice: bool = False) -> None:
-    is_priced = any(split.macs is not None for split in splits)
-    is_timed = any(split.speedup is not None for split in splits)
-    columns = ["attention", "activation", "layers", "predicted", "95 % interval", *(["wins"] if is_choice else [])]
-    columns += [*(["MACs", "params"] if is_priced else []), *(["speedup"] if is_timed else []), ""]
-    rows = table(title, *columns)
-    rows.columns[-1].justify, rows.show_edge = "left", False  # so that it fits in 120 columns
-    for split in splits[:most]:
-        counts = split.budget.attention, split.budget.activation, split.layers
-        cells = [*map(str, counts), f"{split.accuracy:.2f}", _interval(split)]
-        cells += [f"{100 * split.share:.1f} %"] if is_choice else []
-        cells += _costs(split)
-        rows.add_row(*cells, _note(split, is_first=is_choice and split == splits[0]))
-    print_(rows)
-    if most is not None and len(splits) > most:
-        typer.echo(f"{len(splits) - most} more; --all prints them too")
-
-
-def _costs(split: Split) -> list[str]:
-    cells = [] if split.macs is None or split.params is None else [_short(split.macs), _short(split.params)]
-    if split.speedup is None:
-        return cells
-    return [*cells, f"{split.speedup:.3f}x" if isfinite(split.speedup) else "-"]
-
-
-def _short(value: float) -> str:
-    """Return a number as one says it.
-
-    >>> _short(3219068928.0), _short(15933008.0), _short(512.0)
-    ('3.22 G', '15.93 M', '512')
-    """
-    for unit in ("g", "m", "k"):
-        if abs(value) >= UNITS[unit]:
-            return f"{value / UNITS[unit]:.2f} {unit.upper()}"
-    return f"{value:.4g}"
-
-
-def _interval(split: Split) -> str:
-    return f"[{split.low:.2f}, {split.high:.2f}]"
-
-
-def _note(split: Split, is_first: bool) -> str:
-    known = (
-        (is_first, "best"),
-        (split.is_tied and not is_first, "tied"),
-        (split.is_beyond, "beyond"),
-        (split.measured is not None, f"measured {split.measured:.2f}" if split.measured is not None else ""),
-    )
-    return ", ".join(text for is_so, text in known if is_so)
-
-
-def _names(splits: Iterable[Split]) -> str:
-    names = [f"{split.budget.attention}+{split.budget.activation}" for split in splits]
-    return ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
