@@ -900,16 +900,10 @@ GOOD = [(1, 1, 80.0), (0.5, 1, 70.0), (1, 0.5, 60.0), (0.5, 0.5, 50.0), (0.75, 1
             "sample 7 keeps a part of 0.67, which is no n/4: the nearest is 3/4 = 0.750; is the number of blocks "
             "right?",
         ),
-        ([*GOOD, (0.25, 1, 101.0)], "sample 7 has the accuracy 101; percent, from 0 to 100, was expected"),
-        ([*GOOD, (0.25, 1, -1.0)], "sample 7 has the accuracy -1; percent, from 0 to 100, was expected"),
-        ([*GOOD, (0.25, 1, float("nan"))], "sample 7 has the accuracy nan; percent, from 0 to 100, was expected"),
+        ([*GOOD, (0.25, 1, float("nan"))], "sample 7 has the accuracy nan; a number was expected, in percent"),
         (
             [*GOOD, Sample(Budget(3, 0), float("inf"))],
-            "sample 7 has the accuracy inf; percent, from 0 to 100, was expected",
-        ),
-        (
-            [(a, t, accuracy / 100) for a, t, accuracy in GOOD],
-            "no sample has more than 0.8 % accuracy; percent was expected, so 81.8 and not 0.818",
+            "sample 7 has the accuracy inf; a number was expected, in percent",
         ),
         ([*GOOD, (0.25, 1)], "sample 7 is (0.25, 1); three numbers (a, t, accuracy) were expected"),
         ([*GOOD, (0.25, 1, 70, 3)], "sample 7 is (0.25, 1, 70, 3); three numbers (a, t, accuracy) were expected"),
@@ -952,6 +946,20 @@ def test_layers_are_counted(layers: Any) -> None:
     with refused(f"layers is {layers}; a whole number from 0 on was expected"):
         allocate(linear(4, (0.5, 0.6)), layers=layers)
     assert allocate(linear(4, (0.5, 0.6)), layers=np.int64(2)).table  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("scale", [0.01, 10.0, -1.0])
+def test_scores_that_are_no_percentages_are_fitted_and_told(scale: float) -> None:
+    """Somebody may split a budget by mAP as a fraction, or by a loss with its sign turned."""
+    percent = fit_predictor([(a, t, accuracy) for a, t, accuracy in GOOD], blocks=4)
+    other = fit_predictor([(a, t, scale * accuracy) for a, t, accuracy in GOOD], blocks=4)
+    values = sorted(scale * accuracy for _, _, accuracy in GOOD)
+    assert other.warnings[0] == (
+        f"accuracies are from {values[0]:g} to {values[-1]:g}, though percent was expected: 81.8, not 0.818"
+    )
+    low, high = sorted(scale * end for end in percent._reach([(0.75, 0.75)], [1.0]))
+    assert other.interval(0.75, 0.75) == pytest.approx((low, high))
+    assert not [text for text in percent.warnings if "percent" in text]
 
 
 def test_samples_that_are_all_alike_say_nothing() -> None:

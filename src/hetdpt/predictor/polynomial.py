@@ -125,9 +125,12 @@ class Predictor:
     def interval(self, a: float, t: float) -> tuple[float, float]:
         """Return where the accuracy at (a, t) lies with a chance of ``LEVEL``, if the surface is such a polynomial.
 
-        It reaches from the lowest to the highest end of the intervals of all ``rivals``, within 0 and 100.
+        It reaches from the lowest to the highest end of the intervals of all ``rivals``, for percentages within 0 and
+        100.
         """
         low, high = self._reach([(a, t)], [1.0])
+        if not self._is_percent:
+            return low, high
         return min(max(low, 0.0), 100.0), min(max(high, 0.0), 100.0)
 
     def difference(self, one: tuple[float, float], other: tuple[float, float]) -> tuple[float, float]:
@@ -155,16 +158,21 @@ class Predictor:
     @property
     def warnings(self) -> tuple[str, ...]:
         """What makes the fit doubtful, a sentence each."""
-        if self.explained >= POOR:
-            return ()
-        if len(set(self.accuracies)) == 1:
-            return (
-                f"all samples have the same accuracy, {self.accuracies[0]:g} %; is the model trained for this data?",
+        found, least, most = [], min(self.accuracies), max(self.accuracies)
+        if not self._is_percent or 0 < most <= 1:
+            found.append(f"accuracies are from {least:g} to {most:g}, though percent was expected: 81.8, not 0.818")
+        if least == most:
+            found.append(f"all samples have the same accuracy, {least:g} %; is the model trained for this data?")
+        elif self.explained < POOR:
+            found.append(
+                f"the fit is poor: on samples left out it explains {max(self.explained, 0):.0%} of how accuracies "
+                f"differ (RMSE {self.rmse:.2f} points); take more samples, or fine-tune each of them longer"
             )
-        return (
-            f"the fit is poor: on samples left out it explains {max(self.explained, 0):.0%} of how accuracies differ "
-            f"(RMSE {self.rmse:.2f} points); take more samples, or fine-tune each of them longer",
-        )
+        return tuple(found)
+
+    @property
+    def _is_percent(self) -> bool:
+        return min(self.accuracies) >= 0 and max(self.accuracies) <= 100
 
     @cached_property
     def _surfaces(self) -> tuple[_Surface, ...]:
@@ -218,7 +226,6 @@ def fit_predictor(rows: Iterable[Row], blocks: int = 12, exact: bool = True) -> 
         raise PredictError(f"a model with 1 to {MOST_BLOCKS} blocks was expected, not with {blocks}")
     found = [_read(row, number, blocks, exact) for number, row in enumerate(rows, 1)]
     _require_different(found, blocks)
-    _require_percent(found)
     points = np.array([row[:2] for row in found]).reshape(-1, 2)
     accuracies = np.array([row[2] for row in found])
     _require_enough(points)
@@ -250,8 +257,8 @@ def _read(row: Row, number: int, blocks: int, exact: bool) -> tuple[float, float
             )
         if exact:
             a, t = (_snap(ratio, number, blocks) for ratio in (a, t))
-    if not (isfinite(accuracy) and 0 <= accuracy <= 100):
-        raise PredictError(f"sample {number} has the accuracy {accuracy:g}; percent, from 0 to 100, was expected")
+    if not isfinite(accuracy):
+        raise PredictError(f"sample {number} has the accuracy {accuracy:g}; a number was expected, in percent")
     return a, t, accuracy
 
 
@@ -281,12 +288,6 @@ def _require_different(rows: list[tuple[float, float, float]], blocks: int) -> N
                 raise PredictError(f"{where}, and the same accuracy; leave one out")
             raise PredictError(f"{where}, but the accuracies {other:g} and {accuracy:g}; keep one, or their mean")
         seen[a, t] = number, accuracy
-
-
-def _require_percent(rows: list[tuple[float, float, float]]) -> None:
-    most = max((accuracy for _, _, accuracy in rows), default=0.0)
-    if 0 < most <= 1:
-        raise PredictError(f"no sample has more than {most:g} % accuracy; percent was expected, so 81.8 and not 0.818")
 
 
 def _require_enough(points: np.ndarray) -> None:
