@@ -9,35 +9,33 @@ import typer
 
 from hetdpt.cli.options import (
     Batch,
+    BatchSize,
     Classes,
+    DataName,
     DataRoot,
     Device,
     Download,
+    Fraction,
     ImgSize,
     Json,
-    Model,
-    Pretrained,
-    Quiet,
-    Weights,
-    read_removal,
-)
-from hetdpt.cli.show import note_random_weights, print_, print_json, stages, table
-from hetdpt.cli.training import (
-    BatchSize,
-    DataName,
-    Fraction,
     Lr,
     Minutes,
+    Model,
     PerClass,
     Precision,
+    Pretrained,
+    Quiet,
     RecipeName,
     Seed,
     Settings,
+    Weights,
     Workers,
     config_of,
     given_settings,
+    read_removal,
     workers_of,
 )
+from hetdpt.cli.show import note_random_weights, print_, print_json, stages, table
 from hetdpt.errors import PredictError
 
 if TYPE_CHECKING:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hetdpt.errors import PlanError
+from hetdpt.errors import PlanError, TrainError
 from hetdpt.plan import Plan
 from hetdpt.published import PREFIX, published_plan
 
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
     from hetdpt.data.sources import Source
     from hetdpt.data.streams import Stream
     from hetdpt.data.unlabelled import ImageBatches
+    from hetdpt.recovery import RecoverConfig
 
 Model = Annotated[
     str, typer.Argument(help="A timm name, hf:NAME (hub name, directory or model type), or a saved directory.")
@@ -43,6 +46,46 @@ Runs = Annotated[int, typer.Option(min=1, help="Rounds in which each model runs 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="No progress bar.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")]
+DataName = Annotated[
+    str,
+    typer.Option("--data", help="A folder with train/ and val/, torch/cifar100, hfds/NAME, wds/FOLDER, or demo."),
+]
+Fraction = Annotated[float | None, typer.Option(help="Part of the images to use, 0 to 1.")]
+PerClass = Annotated[int | None, typer.Option(min=1, help="Images of each class to use.")]
+Workers = Annotated[
+    int | None, typer.Option(min=0, help="Processes that read images: one per core by default, at most 8.")
+]
+Out = Annotated[Path, typer.Option(help="Run directory; the same command again goes on where it stopped.")]
+RecipeName = Annotated[str, typer.Option("--recipe", help="Settings to begin with; hetdpt recipes lists them.")]
+Epochs = Annotated[int | None, typer.Option(min=1, help="Passes over the training images.")]
+BatchSize = Annotated[int | None, typer.Option(min=1, help="Images per process and forward pass.")]
+Accumulate = Annotated[int | None, typer.Option(min=1, help="Forward passes per update of the weights.")]
+Lr = Annotated[float | None, typer.Option(help="Learning rate at its peak, taken as it is.")]
+ClipGrad = Annotated[float | None, typer.Option(help="Largest norm of the gradient.")]
+Precision = Annotated[str | None, typer.Option(help="auto, float32, bfloat16 or float16.")]
+Seed = Annotated[int | None, typer.Option(min=0, help="Order of images, augmentation, mixing.")]
+Minutes = Annotated[float, typer.Option("--checkpoint-minutes", min=0, help="Time between checkpoints in an epoch.")]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option("--set", help="Any other setting, such as training.weight_decay=0.05; may be repeated."),
+]
+Board = Annotated[bool, typer.Option("--tensorboard", help="Write TensorBoard files to OUT/tensorboard too.")]
+
+# Options that stand for settings; the others of those are reached by --set.
+SETTINGS = {
+    "epochs": "training.epochs",
+    "batch_size": "training.batch_size",
+    "accumulate": "training.accumulate",
+    "lr": "training.lr",
+    "clip_grad": "training.clip_grad",
+    "precision": "training.precision",
+    "seed": "training.seed",
+    "distill": "distillation.kind",
+    "alpha": "distillation.alpha",
+    "temperature": "distillation.temperature",
+    "fraction": "fraction",
+    "per_class": "per_class",
+}
 
 
 def read_plan(name: str) -> Plan:
@@ -92,3 +135,39 @@ def read_images(
         tell(f"{len(source)} images are too few for {counts[0]} and {counts[1]} others; damage is measured on the same")
         return batches, batches
     return batches, ImageBatches(source, prepared, count=counts[1], start=counts[0], **options)
+
+
+def given_settings(context: typer.Context) -> dict[str, Any]:
+    """Return the settings whose options were given."""
+    given = {SETTINGS[name]: value for name, value in context.params.items() if name in SETTINGS}
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def config_of(recipe: str, given: dict[str, Any], settings: list[str] | None) -> RecoverConfig:
+    from hetdpt.recipes import recipe as recipe_called
+
+    config = recipe_called(recipe).config
+    chosen = dict(given)
+    if "training.lr" in chosen:
+        config = config.with_settings({"training.lr_batch": None})
+    for setting in settings or ():
+        name, equals, value = setting.partition("=")
+        if not equals:
+            raise TrainError(f"--set takes NAME=VALUE, such as training.weight_decay=0.05, not {setting!r}")
+        chosen[name.strip()] = _value(value.strip())
+    return config.with_settings(chosen)
+
+
+def _value(text: str) -> Any:
+    """Return what ``text`` means: a number, true, false, null, a list, or itself."""
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError:
+        return text
+    return tuple(value) if isinstance(value, list) else value
+
+
+def workers_of(given: int | None) -> int:
+    """Return how many processes read images: this process's part of the cores, or what was given."""
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return given if given is not None else max(1, min(8, len(os.sched_getaffinity(0)) // processes))

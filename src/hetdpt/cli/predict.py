@@ -21,11 +21,12 @@ from hetdpt.cli.options import (
     Pretrained,
     Quiet,
     Weights,
+    Workers,
     read_removal,
+    workers_of,
 )
 from hetdpt.cli.prediction import PREDICT, SHOWN, UNITS, Prediction, print_prediction, write_prediction
 from hetdpt.cli.show import print_json, stages
-from hetdpt.cli.training import Workers, workers_of
 from hetdpt.errors import PredictError
 
 if TYPE_CHECKING:

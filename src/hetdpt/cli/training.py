@@ -10,18 +10,37 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hetdpt.cli.options import (
+    Accumulate,
+    BatchSize,
+    Board,
     Classes,
+    ClipGrad,
+    DataName,
     DataRoot,
     Device,
     Download,
+    Epochs,
+    Fraction,
     ImgSize,
     Json,
+    Lr,
+    Minutes,
     Model,
+    Out,
+    PerClass,
+    Precision,
     Pretrained,
     Quiet,
+    RecipeName,
+    Seed,
+    Settings,
     Weights,
+    Workers,
+    config_of,
+    given_settings,
     read_plan,
     with_removal,
+    workers_of,
 )
 from hetdpt.cli.show import is_first_process, print_, print_json, progress, table, watching
 from hetdpt.errors import TrainError
@@ -31,48 +50,6 @@ if TYPE_CHECKING:
 
     from hetdpt.recovery import RecoverConfig
     from hetdpt.training.trainer import Epoch
-
-DataName = Annotated[
-    str,
-    typer.Option("--data", help="A folder with train/ and val/, torch/cifar100, hfds/NAME, wds/FOLDER, or demo."),
-]
-Fraction = Annotated[float | None, typer.Option(help="Part of the images to use, 0 to 1.")]
-PerClass = Annotated[int | None, typer.Option(min=1, help="Images of each class to use.")]
-Workers = Annotated[
-    int | None, typer.Option(min=0, help="Processes that read images: one per core by default, at most 8.")
-]
-Out = Annotated[Path, typer.Option(help="Run directory; the same command again goes on where it stopped.")]
-RecipeName = Annotated[str, typer.Option("--recipe", help="Settings to begin with; hetdpt recipes lists them.")]
-Epochs = Annotated[int | None, typer.Option(min=1, help="Passes over the training images.")]
-BatchSize = Annotated[int | None, typer.Option(min=1, help="Images per process and forward pass.")]
-Accumulate = Annotated[int | None, typer.Option(min=1, help="Forward passes per update of the weights.")]
-Lr = Annotated[float | None, typer.Option(help="Learning rate at its peak, taken as it is.")]
-ClipGrad = Annotated[float | None, typer.Option(help="Largest norm of the gradient.")]
-Precision = Annotated[str | None, typer.Option(help="auto, float32, bfloat16 or float16.")]
-Seed = Annotated[int | None, typer.Option(min=0, help="Order of images, augmentation, mixing.")]
-Minutes = Annotated[float, typer.Option("--checkpoint-minutes", min=0, help="Time between checkpoints in an epoch.")]
-Settings = Annotated[
-    list[str] | None,
-    typer.Option("--set", help="Any other setting, such as training.weight_decay=0.05; may be repeated."),
-]
-Board = Annotated[bool, typer.Option("--tensorboard", help="Write TensorBoard files to OUT/tensorboard too.")]
-
-
-# Options that stand for settings; the others of those are reached by --set.
-SETTINGS = {
-    "epochs": "training.epochs",
-    "batch_size": "training.batch_size",
-    "accumulate": "training.accumulate",
-    "lr": "training.lr",
-    "clip_grad": "training.clip_grad",
-    "precision": "training.precision",
-    "seed": "training.seed",
-    "distill": "distillation.kind",
-    "alpha": "distillation.alpha",
-    "temperature": "distillation.temperature",
-    "fraction": "fraction",
-    "per_class": "per_class",
-}
 
 
 def eval_(
@@ -252,44 +229,6 @@ def recipes() -> None:
         row = make()
         rows.add_row(name, row.model, row.accuracy, row.hours, row.hardware)
     print_(rows)
-
-
-def given_settings(context: typer.Context) -> dict[str, Any]:
-    """Return the settings whose options were given."""
-    given = {SETTINGS[name]: value for name, value in context.params.items() if name in SETTINGS}
-    return {name: value for name, value in given.items() if value is not None}
-
-
-def config_of(recipe: str, given: dict[str, Any], settings: list[str] | None) -> RecoverConfig:
-    from hetdpt.recipes import recipe as recipe_called
-
-    config = recipe_called(recipe).config
-    chosen = dict(given)
-    if "training.lr" in chosen:
-        config = config.with_settings({"training.lr_batch": None})
-    for setting in settings or ():
-        name, equals, value = setting.partition("=")
-        if not equals:
-            raise TrainError(f"--set takes NAME=VALUE, such as training.weight_decay=0.05, not {setting!r}")
-        chosen[name.strip()] = _value(value.strip())
-    return config.with_settings(chosen)
-
-
-def _value(text: str) -> Any:
-    """Return what ``text`` means: a number, true, false, null, a list, or itself."""
-    try:
-        value = json.loads(text)
-    except json.JSONDecodeError:
-        return text
-    return tuple(value) if isinstance(value, list) else value
-
-
-def workers_of(given: int | None) -> int:
-    """Return how many processes read images: this process's part of the cores, or what was given."""
-    import os
-
-    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return given if given is not None else max(1, min(8, len(os.sched_getaffinity(0)) // processes))
 
 
 def _run(
