@@ -144,7 +144,8 @@ class Allocation:
                 f"{best} lies beyond the samples ({_nearest(self.predictor, best)}); sample further or recheck"
             )
         for degree in self.predictor.rivals:
-            other = min(self.table, key=lambda split: _rank(_at(split, self.predictor.with_degree(degree))))
+            rival = self.predictor.with_degree(degree)  # fitted once, for all splits
+            other = min((_at(split, rival) for split in self.table), key=_rank)
             if other.budget != best.budget and other.measured is None:
                 found.append(
                     f"the samples do not decide the degree: degree {degree} predicts those left out nearly as well and "
