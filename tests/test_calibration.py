@@ -14,15 +14,16 @@ from families import FAMILIES, Family, by_label, named
 from torch import Tensor, nn
 
 import hetdpt
-from hetdpt.calibration import calibrate_, fit_sites, replaced
+from hetdpt.calibration import calibrate_, fit_sites, gate_fitted_, replaced
 from hetdpt.errors import DataError, ModelError, PlanError
 from hetdpt.fold import Means, Moments, fit_linear, fit_mean
 from hetdpt.gates import Constant, Mapped
 from hetdpt.measurement.agreement import outputs_of
 from hetdpt.plan import Plan
-from hetdpt.surgery import place_, ready, record_of
+from hetdpt.surgery import gates_by_site, known, place_, place_of, ready, record_of
 
 ROUNDING = 2e-5  # of the largest output, as in the contract suite
+SCALED = 0.1  # of the largest output: before LayerScale channels weigh otherwise in the fit
 
 
 @torch.no_grad()
@@ -646,3 +647,38 @@ def test_memory_does_not_grow_with_the_images() -> None:
         for count in (4, 68)
     ]
     assert peaks[1] - peaks[0] < 30 * 1024  # KiB
+
+
+# one stream, LayerScale, a norm behind the core, gated FFNs
+GATED = ["vit_tiny_patch16_224", "cait_xxs24_224", "swinv2_tiny_window8_256", "eva02_tiny_patch14_224"]
+
+
+@pytest.mark.parametrize("label", GATED)
+def test_closed_gate_is_the_calibrated_removal(label: str) -> None:
+    closed_gate_is_the_calibrated_removal(named(label), ("linear", "calibrated"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("style", ["constant", "position", "linear"])
+def test_closed_gate_is_the_calibrated_removal_in_every_family(family: Family, style: str) -> None:
+    closed_gate_is_the_calibrated_removal(family, (style, "calibrated"))
+
+
+def closed_gate_is_the_calibrated_removal(family: Family, removal: tuple[str, str]) -> None:
+    """The other side of a gate, which is before LayerScale, does what the replacement of the layer does."""
+    model, batches = family.build(), batches_of(family, 1, 4)
+    dense = run(model, batches[0])
+    gate_fitted_(model, Plan(removal=removal), batches)
+    assert torch.equal(run(model, batches[0]), dense)
+    gates = gates_by_site(model)
+    assert len(gates) == family.attention + family.activation
+    handles = {handle.site: handle for handle in known(model).survey.handles}
+    for site in [*gates][:3]:
+        gates[site].is_open = False
+        alone = calibrate_(family.build(), Plan(**{site.kind: (site.block,)}, removal=removal), batches)
+        gated, pruned = run(model, batches[0]), run(alone, batches[0])
+        is_scaled = place_of(model, handles[site], removal[site.kind == "activation"]).scales
+        assert distance(gated, pruned) < (SCALED if is_scaled else ROUNDING), site.path
+        assert distance(gated, dense) > ROUNDING
+        gates[site].is_open = True
+    assert torch.equal(run(hetdpt.restore_(model), batches[0]), dense)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from hetdpt.gates import Behind, Gate, Pass, StreamGelu, Zero
+from hetdpt.gates import Behind, Gate, Mapped, Pass, Removed, StreamGelu, Zero
 
 
 class Counting(nn.Module):
@@ -38,6 +38,71 @@ def test_importance_gradient_is_the_finite_difference(removed: Zero | Pass) -> N
     step = 1e-5
     difference = (masked(1 + step) - masked(1 - step)) / (2 * step)
     assert gate.importance.grad.item() == pytest.approx(difference, rel=1e-5)  # the importance is float32
+
+
+@pytest.mark.parametrize("removed", [Zero(), Pass(), Mapped(nn.Linear(4, 4).double())], ids=lambda r: type(r).__name__)
+def test_trial_answers_with_the_replacement_and_gives_the_gradient_at_0(removed: Removed) -> None:
+    torch.manual_seed(0)
+    layer = nn.Sequential(nn.Linear(4, 4), nn.Tanh()).double()
+    gate = Gate(layer, removed)
+    gate.trial = torch.tensor([True, False, True])
+    x, target = torch.randn(3, 4).double(), torch.randn(3, 4).double()
+    assert torch.equal(gate(x)[[0, 2]], removed.replace(x)[[0, 2]])
+    assert torch.equal(gate(x)[1], layer(x)[1])
+    (gate(x) - target).pow(2).sum().backward()
+
+    def masked(m: float) -> float:
+        """Return the loss of the two images that are tried."""
+        y = m * layer(x) + (1 - m) * removed.replace(x)
+        return (y - target)[[0, 2]].pow(2).sum().item()
+
+    step = 1e-5
+    difference = (masked(step) - masked(-step)) / (2 * step)
+    assert gate.importance.grad.item() == pytest.approx(difference, rel=1e-5)
+    learned = [parameter.grad.clone() for parameter in (*layer.parameters(), *removed.parameters())]
+    for module in (layer, removed):
+        module.zero_grad()
+    loss = (layer(x) - target)[1].pow(2).sum() + (removed.replace(x) - target)[[0, 2]].pow(2).sum()
+    loss.backward()  # each learns from the images that it answered
+    torch.testing.assert_close(learned, [p.grad for p in (*layer.parameters(), *removed.parameters())])
+    gate.eval()
+    assert torch.equal(gate(x), layer(x))  # nothing is tried outside training
+
+
+def test_trial_gives_twice_the_cost_of_removal_where_the_loss_is_quadratic_and_least_with_the_layer() -> None:
+    torch.manual_seed(0)
+    layer, removed = nn.Linear(4, 4).double(), Mapped(nn.Linear(4, 4).double())
+    gate = Gate(layer, removed)
+    x = torch.randn(3, 4).double()
+    target = layer(x).detach()
+    gate(x).sub(target).pow(2).sum().backward()
+    assert gate.importance.grad.item() == 0  # at m = 1 the gradient says nothing
+    gate.trial = torch.ones(3, dtype=torch.bool)
+    gate(x).sub(target).pow(2).sum().backward()
+    cost = (removed.replace(x) - target).pow(2).sum()
+    assert -gate.importance.grad.item() / 2 == pytest.approx(cost.item(), rel=1e-5)
+
+
+def test_windows_are_tried_with_their_image() -> None:
+    gate = Gate(nn.Identity(), Zero())
+    gate.trial = torch.tensor([False, True])
+    x = torch.ones(6, 4, 2)  # three windows of each image
+    assert gate(x).flatten(1).sum(1).tolist() == [8, 8, 8, 0, 0, 0]
+
+
+def test_source_tells_the_gate_what_the_replacement_is_of() -> None:
+    torch.manual_seed(0)
+    first, second, removed = nn.Linear(4, 8), nn.Linear(8, 4), Mapped(nn.Linear(4, 4))
+    gate = Gate(second, removed)
+    branch = nn.Sequential(Behind(first, gate, is_source=True), Behind(nn.GELU(), gate), gate)
+    x = torch.randn(3, 4)
+    gate.trial = torch.ones(3, dtype=torch.bool)
+    torch.testing.assert_close(branch(x), removed.replace(x))
+    assert gate.given is None  # nothing is kept alive
+    gate.trial = None
+    torch.testing.assert_close(branch(x), second(nn.functional.gelu(first(x))))
+    gate.is_open = False
+    torch.testing.assert_close(branch(x), removed.replace(x))
 
 
 def test_open_gate_is_bit_equal_and_hands_gradients_on() -> None:

@@ -8,7 +8,7 @@ All sums are taken in a stream: memory is O(D^2), whatever the number of images.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,9 +22,21 @@ from torch import Tensor, nn
 from hetdpt.adapters.anatomy import Handle
 from hetdpt.errors import DataError, ModelError, PlanError
 from hetdpt.fold import Means, Moments, exact, fit_linear, fit_mean
-from hetdpt.modules import checked, clone, memory_advice
+from hetdpt.modules import checked, clone, evaluating, memory_advice
 from hetdpt.plan import Fit, Plan, Site
-from hetdpt.surgery import fill_, known, place_, place_of, ready_for, without
+from hetdpt.surgery import (
+    Values,
+    fill_,
+    fill_gate_,
+    gates_by_site,
+    known,
+    layer_at,
+    place_,
+    place_gates_,
+    place_of,
+    ready_for,
+    without,
+)
 
 FOLDS = 4  # parts of the images, each held out once
 SUMS = 2 << 30  # bytes of sums in one pass over the images
@@ -40,8 +52,8 @@ class Fitted:
 
     site: Site
     fit: Fit
-    values: Tensor | tuple[Tensor, Tensor]
-    """A constant (places, D), or the matrix and the bias of a linear map; float64."""
+    values: Values
+    """float64."""
 
 
 @torch.no_grad()
@@ -100,6 +112,31 @@ def calibrate_(
     return model
 
 
+def gate_fitted_(
+    model: nn.Module, plan: Plan, batches: Iterable[Tensor], *, sites: Collection[Site] | None = None
+) -> nn.Module:
+    """Gate ``sites``, or all that the plan's removal can remove, with fitted replacements on the other side.
+
+    ``gate_`` for any removal: those that are fitted are so on ``batches``, each as if it were the only one.
+    """
+    first = next(checked(batches, model, PURPOSE))
+    place_gates_(model, plan, (first.shape[1], first.shape[2], first.shape[3]), sites)
+    return refit_gates_(model, plan, batches)
+
+
+def refit_gates_(model: nn.Module, plan: Plan, batches: Iterable[Tensor]) -> nn.Module:
+    """Fit the other sides of all open gates again, to the layers and their inputs as they are now."""
+    gates = gates_by_site(model)
+    asked = {
+        site: (plan.style_of(site.kind),) for site, gate in gates.items() if gate.is_open and plan.is_fitted(site.kind)
+    }
+    if asked:
+        with evaluating(model):
+            for (site, _), fitted in fit_sites(model, asked, batches, is_scaled=False).items():
+                fill_gate_(model, site, fitted.values)
+    return model
+
+
 def replaced(model: nn.Module, fitted: Fitted) -> nn.Module:
     """Return a copy of ``model`` (one that is ``ready``) in which the site has its replacement."""
     return fill_(without(model, fitted.site, fitted.fit.style), fitted.site, fitted.values, fitted.fit)
@@ -131,18 +168,20 @@ def fit_sites(
     *,
     dense: nn.Module | None = None,
     before: Mapping[tuple[Site, str], Fitted] | None = None,
+    is_scaled: bool = True,
     progress: Progress | None = None,
 ) -> dict[tuple[Site, str], Fitted]:
     """Return a replacement for every site and style asked for, each for itself, from one pass over the images.
 
     ``model`` is one that is ``ready``. With ``dense``, the model before anything was removed, targets absorb the error
-    made so far; ``before`` are replacements whose residuals say how much each token counts. Where the sums of all of
+    made so far; ``before`` are replacements whose residuals say how much each token counts. Not ``is_scaled``, they
+    give what a LayerScale parameter is yet to multiply, as the other side of a gate has to. Where the sums of all of
     them would take more than ``SUMS`` bytes, and the images can be read again, there are more passes.
     """
     record = known(model)
     handles = {handle.site: handle for handle in record.survey.handles}
     sums = [
-        _Sums(model, handles[site], style, (before or {}).get((site, style)))
+        _Sums(model, handles[site], style, (before or {}).get((site, style)), is_scaled)
         for site, styles in asked.items()
         for style in styles
     ]
@@ -227,7 +266,7 @@ def _is_fitted(handle: Handle, plan: Plan) -> bool:
 def _width(model: nn.Module, handle: Handle) -> int:
     """Return how many channels a layer has."""
     if handle.ffn:
-        weight = model.get_submodule(handle.ffn.first).weight
+        weight = layer_at(model, handle.ffn.first).weight
         assert isinstance(weight, Tensor)
         return weight.shape[1]
     assert handle.parts is not None
@@ -241,9 +280,12 @@ class _EnoughError(Exception):
 class _Sums:
     """What is summed up over the images for one replacement."""
 
-    def __init__(self, model: nn.Module, handle: Handle, style: str, before: Fitted | None) -> None:
+    def __init__(
+        self, model: nn.Module, handle: Handle, style: str, before: Fitted | None, is_scaled: bool = True
+    ) -> None:
         self.site, self.style, self.before = handle.site, style, before
-        self.place = place_of(model, handle, style)
+        place = place_of(model, handle, style)
+        self.place = place if is_scaled else replace(place, scales=())
         self.is_linear = style in ("linear", "calibrated")
         self.folds: list[Any] = []
         self.floor = 0.0

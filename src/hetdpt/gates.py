@@ -91,7 +91,9 @@ class Mapped(Removed):
 class Gate(nn.Module):
     """Runs a layer while open and its replacement once closed; a closed layer is not evaluated.
 
-    Under DistributedDataParallel the weights of closed layers get no gradient: pass ``find_unused_parameters=True``.
+    With a ``trial`` (images,) an open gate that trains answers with the replacement for those images for which it is
+    true, for once, and the gradient of m is that of these images, at m = 0. Under DistributedDataParallel the weights
+    of closed layers get no gradient: pass ``find_unused_parameters=True``.
     """
 
     def __init__(self, inner: nn.Module, removed: Removed) -> None:
@@ -103,17 +105,26 @@ class Gate(nn.Module):
         self.removed = removed
         self.importance = nn.Parameter(torch.zeros(()))
         self.is_open = True
+        self.trial: Tensor | None = None
+        self.given: Tensor | None = None
+        """What the replacement is of, where that is not what ``inner`` is given; a ``Behind`` says it."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not self.is_open:
             return self.removed(*args, **kwargs)
         result = self.inner(*args, **kwargs)
+        if not torch.is_grad_enabled():
+            return result
         kept = result[0] if isinstance(result, tuple) else result
-        other = (
-            None if isinstance(self.removed, Zero) else self.removed.replace(_first_tensor((*args, *kwargs.values())))
-        )
-        y = StraightThrough.apply(kept, other, self.importance)
+        y = StraightThrough.apply(kept, self._other(args, kwargs), self.importance, self._tried(kept))
         return (y, *result[1:]) if isinstance(result, tuple) else y
+
+    def _other(self, args: Any, kwargs: Any) -> Tensor | None:
+        """Return r(x), None for 0."""
+        given, self.given = self.given, None
+        if isinstance(self.removed, Zero):
+            return None
+        return self.removed.replace(_first_tensor((*args, *kwargs.values())) if given is None else given)
 
     def release(self) -> nn.Module:
         """Return the layer as it was before."""
@@ -121,18 +132,34 @@ class Gate(nn.Module):
             self.inner.inplace = True  # type: ignore[assignment]
         return self.inner
 
+    def _tried(self, kept: Tensor) -> Tensor | None:
+        """Return which rows of ``kept`` (B, ...) or (B * windows, ...) are of images that the layer is closed for."""
+        if self.trial is None or not self.training:
+            return None
+        rows = self.trial.to(kept.device).repeat_interleave(len(kept) // len(self.trial))
+        return rows.view(-1, *[1] * (kept.dim() - 1))
+
 
 class Behind(nn.Module):
-    """Keeps a layer from running while the gate further down its branch is closed."""
+    """Keeps a layer from running while the gate further down its branch is closed.
 
-    def __init__(self, inner: nn.Module, gate: Gate, extras: Extras) -> None:
+    One that ``is_source`` tells the gate what it was given: what the replacement is of.
+    """
+
+    def __init__(self, inner: nn.Module, gate: Gate, extras: Extras = None, is_source: bool = False) -> None:
         super().__init__()
         self.inner = inner
         self.gates = (gate,)  # a tuple, so that the gate is not registered a second time
         self.passing = Pass(extras)
+        self.is_source = is_source
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return (self.inner if self.gates[0].is_open else self.passing)(*args, **kwargs)
+        (gate,) = self.gates
+        if not gate.is_open:
+            return self.passing(*args, **kwargs)
+        if self.is_source and torch.is_grad_enabled():
+            gate.given = _first_tensor((*args, *kwargs.values()))
+        return self.inner(*args, **kwargs)
 
     def release(self) -> nn.Module:
         """Return the layer as it was before."""
@@ -142,22 +169,28 @@ class Behind(nn.Module):
 class StraightThrough(torch.autograd.Function):
     """f(x) itself, with d loss / d m = <d loss / d y, f(x) - r(x)> handed to the importance (paper, Eq. 6).
 
-    Returning f(x) unchanged keeps an open gate bit-equal to the ungated model and costs no arithmetic forward.
+    Returning f(x) unchanged keeps an open gate bit-equal to the ungated model and costs no arithmetic forward. Rows
+    that are ``tried`` are r(x) instead, and they alone give the importance its gradient.
     """
 
     @staticmethod
-    def forward(ctx: Any, kept: Tensor, other: Tensor | None, importance: Tensor) -> Tensor:
-        ctx.save_for_backward(kept, other)
-        return kept.view_as(kept)
+    def forward(ctx: Any, kept: Tensor, other: Tensor | None, importance: Tensor, tried: Tensor | None) -> Tensor:
+        ctx.save_for_backward(kept, other, tried)
+        if tried is None:
+            return kept.view_as(kept)
+        return torch.where(tried, kept.new_zeros(()) if other is None else other.to(kept.dtype), kept)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, Tensor]:
-        kept, other = ctx.saved_tensors
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, Tensor, None]:
+        kept, other, tried = ctx.saved_tensors
         (grad,) = grads
-        score = _inner_product(grad, kept)
+        closed = grad if tried is None else grad * tried
+        score = _inner_product(closed, kept)
         if other is not None:
-            score = score - _inner_product(grad, other)
-        return grad, None, score
+            score = score - _inner_product(closed, other)
+        if tried is None:
+            return grad, None, score, None
+        return grad * ~tried, None if other is None else closed.to(other.dtype), score, None
 
 
 def _inner_product(a: Tensor, b: Tensor) -> Tensor:

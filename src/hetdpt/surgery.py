@@ -6,7 +6,7 @@ Nothing is trained, fitted, measured or chosen here.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,18 +17,20 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.hooks import RemovableHandle
 
-from hetdpt.adapters.anatomy import Handle, Parts, Survey, survey
+from hetdpt.adapters.anatomy import Handle, Layout, Parts, Survey, survey
 from hetdpt.adapters.branches import MULTIPLICATIONS
 from hetdpt.adapters.ffn import Ffn
 from hetdpt.adapters.models import input_size_of
 from hetdpt.errors import PlanError
 from hetdpt.fold import Layer, add, fold_norm, fold_pair, is_cheaper_folded, new_layer
-from hetdpt.gates import Behind, Constant, Gate, Mapped, Pass, Removed, StreamGelu, Zero
+from hetdpt.gates import Behind, Constant, Extras, Gate, Mapped, Pass, Removed, StreamGelu, Zero
 from hetdpt.modules import clone, require_takes
 from hetdpt.plan import Fit, Plan, Site
 
 InputSize = tuple[int, int, int]
 Removal = str | tuple[str, str]
+Values = Tensor | tuple[Tensor, Tensor]
+"""A constant (places, D), or the matrix and the bias of a linear map."""
 RECORD = "_hetdpt"
 SAME_PLACES = {"view", "_unsafe_view", "reshape", "clone", "alias", "detach", "_to_copy"}
 """Operations that leave every value in its place where they leave the shape."""
@@ -48,6 +50,8 @@ class Record:
     """Those of them whose LayerNorm has lost its affine part to that layer."""
     folded_constants: tuple[int, ...] = ()
     """Blocks whose attention was replaced by a constant that the bias before it has taken in."""
+    gates: tuple[tuple[Site, str], ...] = ()
+    """The sites that have gates, and the paths of these."""
 
 
 def record_of(model: nn.Module) -> Record | None:
@@ -92,21 +96,29 @@ def gate_(model: nn.Module, plan: Plan | None = None, input_size: InputSize | No
     plan = Plan() if plan is None else plan  # an empty plan is false, but its removal style counts
     if plan.is_any_fitted:
         raise PlanError(
-            f"a gate has no images to fit removal {plan.removal!r} on; gate with removal 'plain', "
-            "and calibrate what is chosen"
+            f"a gate has no images to fit removal {plan.removal!r} on; call "
+            "hetdpt.calibration.gate_fitted_(model, plan, batches), or gate with removal 'plain'"
         )
+    return place_gates_(model, plan, input_size)
+
+
+def place_gates_(
+    model: nn.Module, plan: Plan, input_size: InputSize | None = None, sites: Collection[Site] | None = None
+) -> nn.Module:
+    """Do what ``gate_`` does, under any style and on some ``sites`` alone: what is to be fitted has no values yet."""
     record = _begin(model, plan, input_size, is_temporary=True)
-    left = [h for h in record.survey.handles if not record.plan.removes(h.site)]
+    left = [h for h in record.survey.handles if not record.plan.removes(h.site) and (sites is None or h.site in sites)]
     gated = [h for h in left if plan.removes(h.site) or why_not_removable(h, plan) is None]
     _require(gated, plan)
     owners = _stream_owners(gated) if plan.removal == "authors" else {}
-    gates = {handle.site: _put_gate(model, handle, plan) for handle in gated}
+    paths = {handle.site: _put_gate(model, handle, plan) for handle in gated}
+    vars(model)[RECORD] = replace(record, gates=tuple(paths.items()))
+    gates = gates_by_site(model)
     for site, gate in gates.items():
         gate.is_open = not plan.removes(site)
     for block, owner in owners.items():
         pair = tuple(gate for site, gate in gates.items() if site.block == block)
         model.get_submodule(owner).register_forward_hook(StreamGelu(pair))
-    vars(model)[RECORD] = record
     return model
 
 
@@ -119,12 +131,20 @@ def restore_(model: nn.Module) -> nn.Module:
         for number, hook in list(module._forward_hooks.items()):
             if isinstance(hook, StreamGelu) and hook.gates:
                 del module._forward_hooks[number]
+    if record := record_of(model):
+        vars(model)[RECORD] = replace(record, gates=())
     return model
 
 
 def gates_of(model: nn.Module) -> dict[str, Gate]:
     """Return the gates of a gated model by path."""
     return {path: module for path, module in model.named_modules() if isinstance(module, Gate)}
+
+
+def gates_by_site(model: nn.Module) -> dict[Site, Gate]:
+    """Return the gates of a gated model by the site that each of them is for, in order of execution."""
+    gates = gates_of(model)
+    return {site: gates[path] for site, path in known(model).gates}
 
 
 def prune_(model: nn.Module, plan: Plan, input_size: InputSize | None = None) -> nn.Module:
@@ -460,28 +480,50 @@ def _place_of_ffn(model: nn.Module, handle: Handle, ffn: Ffn) -> Place:
     parts = handle.parts
     stream = (*parts.entry, parts.core)[0] if parts else ffn.first
     is_end = ffn.is_end and parts is not None and parts.is_direct
-    axis = -3 if isinstance(model.get_submodule(ffn.second), nn.Conv2d) else -1
+    axis = -3 if isinstance(layer_at(model, ffn.second), nn.Conv2d) else -1
     return Place(ffn.first, ffn.second, scales, stream, is_end, axis)
 
 
-def fill_(model: nn.Module, site: Site, values: Tensor | tuple[Tensor, Tensor], fit: Fit) -> nn.Module:
+def layer_at(model: nn.Module, path: str) -> nn.Module:
+    """Return the layer at ``path``, also where a gate is there now."""
+    module = model.get_submodule(path)
+    return module.inner if isinstance(module, Gate | Behind) else module
+
+
+def fill_(model: nn.Module, site: Site, values: Values, fit: Fit) -> nn.Module:
     """Set the values of a replacement that ``place_`` made: a constant, or a matrix and a bias."""
     record = known(model)
     handle = next(handle for handle in record.survey.handles if handle.site == site)
-    module = model.get_submodule(handle.ffn.first if handle.ffn else _parts(handle).core)
-    with torch.no_grad():
-        if isinstance(values, Tensor):
-            assert isinstance(module, Constant)
-            axis = _parts(handle).core_layout.axis
-            shape = module.value.movedim(axis, -1).shape
-            module.bias.copy_(values.view(shape).movedim(-1, axis).reshape(module.bias.shape))
-        else:
-            layer = _layer(module.linear if isinstance(module, Mapped) else module)
-            assert layer.bias is not None
-            layer.weight.copy_(values[0].view_as(layer.weight))
-            layer.bias.copy_(values[1])
+    if handle.ffn:
+        _fill(model.get_submodule(handle.ffn.first), values)
+    else:
+        _fill(model.get_submodule(_parts(handle).core), values, _parts(handle).core_layout.axis)
     vars(model)[RECORD] = replace(record, plan=replace(record.plan, fits=(*record.plan.fits, fit)))
     return model
+
+
+def fill_gate_(model: nn.Module, site: Site, values: Values) -> nn.Module:
+    """Set the values of the replacement that a gate has on its other side."""
+    handle = next(handle for handle in known(model).survey.handles if handle.site == site)
+    gate, parts = gates_by_site(model)[site], handle.parts
+    is_core = parts is None or gate is model.get_submodule(parts.core)
+    layout = parts and (parts.core_layout if is_core else parts.gate_layout)
+    _fill(gate.removed, values, layout.axis if layout else -1)
+    return model
+
+
+@torch.no_grad()
+def _fill(module: nn.Module, values: Values, axis: int = -1) -> None:
+    """Set a constant, whose channels are on ``axis``, or a matrix and a bias."""
+    if isinstance(values, Tensor):
+        assert isinstance(module, Constant)
+        shape = module.value.movedim(axis, -1).shape
+        module.bias.copy_(values.view(shape).movedim(-1, axis).reshape(module.bias.shape))
+    else:
+        layer = _layer(module.linear if isinstance(module, Mapped) else module)
+        assert layer.bias is not None
+        layer.weight.copy_(values[0].view_as(layer.weight))
+        layer.bias.copy_(values[1])
 
 
 def _require_empty(handles: list[Handle], plan: Plan, record: Record) -> None:
@@ -534,15 +576,19 @@ def _remove(model: nn.Module, handle: Handle, plan: Plan) -> None:
 def _fitted(model: nn.Module, handle: Handle, plan: Plan) -> tuple[str, Removed]:
     """Return which module goes and the replacement that is to be fitted, with zeros for now."""
     style, parts = plan.style_of(handle.site.kind), _parts(handle)
-    layout = parts.core_layout
     like = next(model.get_submodule(parts.core).parameters())
+    return parts.core, _replacement(style, parts.core_layout, like, parts.extras)
+
+
+def _replacement(style: str, layout: Layout, like: Tensor, extras: Extras) -> Removed:
+    """Return a replacement of that style for values that lie that way, with zeros for now."""
     if style in ("constant", "position"):
         shape = layout.vector if style == "constant" else layout.shape
         bias = torch.zeros(layout.width if style == "constant" else shape, dtype=like.dtype, device=like.device)
-        return parts.core, Constant(nn.Parameter(bias, like.requires_grad), shape, parts.extras)
+        return Constant(nn.Parameter(bias, like.requires_grad), shape, extras)
     zeros = torch.zeros(layout.width, layout.width, dtype=torch.float64, device=like.device)
     is_map = len(layout.shape) == 3 and layout.axis == 0
-    return parts.core, Mapped(new_layer(zeros, zeros[0], like, is_map), parts.extras)
+    return Mapped(new_layer(zeros, zeros[0], like, is_map), extras)
 
 
 def _put_single(model: nn.Module, ffn: Ffn) -> None:
@@ -553,16 +599,43 @@ def _put_single(model: nn.Module, ffn: Ffn) -> None:
         layer.bias = nn.Parameter(layer.weight.new_zeros(len(layer.weight)), layer.weight.requires_grad)
 
 
-def _put_gate(model: nn.Module, handle: Handle, plan: Plan) -> Gate:
-    """Gate a site; where a whole branch goes, at its end, so that norms and scales behind the core are masked too."""
-    path, removed = _stand_in(handle, plan)
-    end = _parts(handle).gate if _goes_whole(handle, plan) else path
-    gate = Gate(model.get_submodule(end), removed if end == path else Zero())
+def _put_gate(model: nn.Module, handle: Handle, plan: Plan) -> str:
+    """Gate a site and return where; a whole branch at its end, so that norms and scales behind the core are masked too.
+
+    The gate is before scales that are no modules, so that its other side is not yet scaled either.
+    """
+    style = plan.style_of(handle.site.kind)
+    if handle.ffn and style == "calibrated":
+        return _put_gate_on_ffn(model, handle.ffn)
+    if plan.is_fitted(handle.site.kind):
+        path, end = _parts(handle).core, place_of(model, handle, style).target
+        layout = _parts(handle).core_layout if end == path else _parts(handle).gate_layout
+        like = next(model.get_submodule(path).parameters())
+        removed = _replacement(style, layout, like, _parts(handle).extras if end == path else None)
+    else:
+        path, removed = _stand_in(handle, plan)
+        end = _parts(handle).gate if _goes_whole(handle, plan) else path
+        removed = removed if end == path else Zero()
+    gate = Gate(model.get_submodule(end), removed)
     gate.to(next(model.parameters()).device)
     if end != path:
-        _put(model, path, Behind(model.get_submodule(path), gate, removed.extras))
+        is_source = isinstance(removed, Mapped)
+        _put(model, path, Behind(model.get_submodule(path), gate, _parts(handle).extras, is_source))
     _put(model, end, gate)
-    return gate
+    return end
+
+
+def _put_gate_on_ffn(model: nn.Module, ffn: Ffn) -> str:
+    """Gate an FFN whose other side is one layer; closed, neither of its two layers runs, nor what is between them."""
+    first, second = _layer(model.get_submodule(ffn.first)), _layer(model.get_submodule(ffn.second))
+    zeros = first.weight.new_zeros(len(second.weight), first.weight.shape[1], dtype=torch.float64)
+    layer = new_layer(zeros, zeros.sum(1), first.weight, isinstance(first, nn.Conv2d))
+    gate = Gate(second, Mapped(layer)).to(first.weight.device)
+    _put(model, ffn.first, Behind(first, gate, is_source=True))
+    for path in (ffn.activation, *ffn.between):
+        _put(model, path, Behind(model.get_submodule(path), gate))
+    _put(model, ffn.second, gate)
+    return ffn.second
 
 
 def _parts(handle: Handle) -> Parts:
