@@ -28,7 +28,7 @@ from hetdpt.surgery import drop_paths, merge_, survey_of
 from hetdpt.training.config import TrainConfig
 from hetdpt.training.objective import Distillation, Objective
 from hetdpt.training.processes import Accelerator, start
-from hetdpt.training.trainer import Epoch, Keeper, Progress, Trainer
+from hetdpt.training.trainer import Companion, Epoch, Keeper, Progress, Trainer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,12 +105,15 @@ def recover(
     workers: int = 0,
     keeper: Keeper | None = None,
     watch: Callable[[Progress], None] | None = None,
+    companion: Companion | None = None,
+    evaluates: bool = True,
 ) -> Iterator[Epoch]:
     """Train ``student`` in place on ``data`` with the dense ``teacher``; yield an :class:`Epoch` before and after each.
 
     ``teacher`` may share weights with the student: it is copied. None trains on the labels alone, whatever
     ``config.distillation`` says. Weights of half precision are trained in float32. ``keeper`` keeps states to resume
-    from, ``watch`` is told of every update.
+    from, ``watch`` is told of every update, ``companion`` learns beside the weights. Not ``evaluates``, epochs come
+    without accuracies.
 
     >>> import hetdpt, timm
     >>> dense = timm.create_model("vit_tiny_patch16_224", img_size=16, patch_size=4, depth=2, num_classes=10)
@@ -137,7 +140,16 @@ def recover(
         return scores.top1
 
     found = survey_of(student)  # before the weights are spread over processes
-    trainer = Trainer(accelerator, objective, batches, config.training, evaluate=evaluate, keeper=keeper, watch=watch)
+    trainer = Trainer(
+        accelerator,
+        objective,
+        batches,
+        config.training,
+        evaluate=evaluate if evaluates else None,
+        keeper=keeper,
+        watch=watch,
+        companion=companion,
+    )
     with closing(trainer.epochs()) as epochs:
         while True:
             with drop_paths(student, config.drop_path, found):  # not while the caller has the student

@@ -7,8 +7,8 @@ generators in it and a resumed run draws what the uninterrupted one would have d
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator
-from contextlib import nullcontext
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
@@ -38,6 +38,7 @@ from hetdpt.training.objective import Objective
 from hetdpt.training.processes import is_sharded
 
 FORMAT = 1
+PLAIN = 2.0**20  # so far above any gradient that g / (|g| + PLAIN) is g / PLAIN to a millionth of g
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 State = dict[str, Any]
 """Tensors, numbers, strings, lists and dictionaries: what ``torch.load(weights_only=True)`` reads."""
@@ -56,6 +57,23 @@ class Keeper(Protocol):
 
     def keep(self, state: State) -> None:
         """Keep ``state``, so that no power cut loses it."""
+
+
+class Companion(Protocol):
+    """What learns beside the weights, in the same loop, and may change the model between two updates."""
+
+    @property
+    def parameters(self) -> Sequence[nn.Parameter]:
+        """Its own, in a group of their own: p -= d loss / d p, whatever the optimizer; no decay, no clipping."""
+
+    def before_update(self, update: int, updates: int) -> None:
+        """Be told that ``update`` of ``updates`` are done; once more after the last. All processes are."""
+
+    def state(self) -> State:
+        """Return what it needs to go on, besides its parameters."""
+
+    def restore(self, state: State) -> None:
+        """Go on from ``state``."""
 
 
 @dataclass(frozen=True)
@@ -137,9 +155,10 @@ class Trainer:
         evaluate: Evaluate | None = None,
         keeper: Keeper | None = None,
         watch: Callable[[Progress], None] | None = None,
+        companion: Companion | None = None,
     ) -> None:
         self.accelerator, self.objective, self.batches, self.config = accelerator, objective, batches, config
-        self.evaluate, self.keeper, self.watch = evaluate, keeper, watch
+        self.evaluate, self.keeper, self.watch, self.companion = evaluate, keeper, watch, companion
         self.steps = len(batches) // config.accumulate
         if not self.steps:
             raise TrainError(
@@ -149,6 +168,8 @@ class Trainer:
         self.student = objective.model.model
         if is_sharded(accelerator) and config.ema_decay:
             raise TrainError("the moving average of weights cannot be kept under FSDP; set ema_decay to 0")
+        if is_sharded(accelerator) and companion is not None:
+            raise TrainError("importances cannot be learned under FSDP; search with torchrun or on one device")
         self._plain = deepcopy(self.student).cpu() if is_sharded(accelerator) else None
         self._average = _average(self.student, config) if config.ema_decay else None
         self._prepare()
@@ -163,18 +184,24 @@ class Trainer:
         peak = config.peak_lr(accelerator.num_processes)
         if config.optimizer.lower().split("_")[-1] not in list_optimizers():  # as in lookahead_adamw
             raise TrainError(f"timm has no optimizer {config.optimizer!r}; adamw, sgd and lamb are some it has")
-        optimizer = create_optimizer_v2(
-            self.student,
-            opt=config.optimizer,
-            lr=peak,
-            weight_decay=config.weight_decay,
-            momentum=config.momentum,
-            layer_decay=config.layer_decay,
-        )
+        apart = self.companion.parameters if self.companion is not None else ()
+        with _left_out(apart):
+            optimizer = create_optimizer_v2(
+                self.student,
+                opt=config.optimizer,
+                lr=peak,
+                weight_decay=config.weight_decay,
+                momentum=config.momentum,
+                layer_decay=config.layer_decay,
+            )
         if accelerator.num_processes > 1 and not is_sharded(accelerator) and self._has_idle_parameters():
             accelerator.ddp_handler = DistributedDataParallelKwargs(find_unused_parameters=True)
         self.objective.module, self.optimizer = accelerator.prepare(self.objective.module, optimizer)
         self.schedule = _schedule(self.optimizer.optimizer, config, peak, self.steps)
+        self._groups = len(self.optimizer.param_groups)
+        """Those of the weights, which the schedule knows."""
+        if apart:
+            self.optimizer.optimizer.add_param_group(_plain_group(apart, self.optimizer.optimizer))
 
     def _has_idle_parameters(self) -> bool:
         """Whether some parameter has no part in the loss; DDP would wait for its gradient for ever."""
@@ -199,6 +226,7 @@ class Trainer:
             while self.at.epoch < self.config.epochs:
                 if self.at.step < self.steps:
                     self._run_epoch()
+                self._tell_companion()
                 yield self._report(self.at.epoch + 1)
                 self.at = _Position(epoch=self.at.epoch + 1, best=self.at.best)
                 self._loss_sum.zero_()
@@ -212,6 +240,7 @@ class Trainer:
         advice = _advice_on_memory(self.config)
         begun, first, before = time.perf_counter(), self.at.step, self.at.seconds
         while self.at.step < self.steps:
+            self._tell_companion()
             with memory_advice(advice):
                 self.update([next(batches) for _ in range(group)])
             self.at.step += 1
@@ -237,13 +266,19 @@ class Trainer:
             self._loss_sum += loss.detach()
             self.at.unreadable += batch.unreadable
         if self.config.clip_grad is not None:
-            self.accelerator.clip_grad_norm_(module.parameters(), self.config.clip_grad)
+            apart = {id(parameter) for parameter in self.companion.parameters} if self.companion is not None else ()
+            weights = [parameter for parameter in module.parameters() if id(parameter) not in apart]
+            self.accelerator.clip_grad_norm_(weights, self.config.clip_grad)
         self._lr = self._peak_group_lr()
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.schedule.step_update(update + 1)
         if self._average is not None:
             self._average.update(self.student, step=update + 1)
+
+    def _tell_companion(self) -> None:
+        if self.companion is not None:
+            self.companion.before_update(self._updates_done, self.config.epochs * self.steps)
 
     def _loss(self, batch: Batch, draw: int) -> Tensor:
         device = self.accelerator.device
@@ -260,7 +295,7 @@ class Trainer:
         return self.config.images_per_update(self.accelerator.num_processes)
 
     def _peak_group_lr(self) -> float:
-        return max(float(group["lr"]) for group in self.optimizer.param_groups)
+        return max(float(group["lr"]) for group in self.optimizer.param_groups[: self._groups])
 
     def _stop_if_not_finite(self, is_due: bool) -> None:
         """Raise if the loss is no number; on a GPU looked at now and then, since looking waits for it."""
@@ -368,6 +403,7 @@ class Trainer:
             "schedule": self.schedule.state_dict(),
             "ema": self._average.state_dict() if self._average is not None else None,
             "scaler": scaler.state_dict() if scaler is not None else None,
+            "companion": self.companion.state() if self.companion is not None else None,
             "position": {**asdict(self.at), "unreadable": unreadable},
         }
 
@@ -392,9 +428,36 @@ class Trainer:
             self._average.load_state_dict(state["ema"])
         if self.accelerator.scaler is not None:
             self.accelerator.scaler.load_state_dict(state["scaler"])
+        if self.companion is not None:
+            self.companion.restore(state["companion"])
         self.at = _Position(**state["position"])
         self._lr = state["lr"]
         self._loss_sum.fill_(self.at.loss_sums[self.accelerator.process_index])
+
+
+@contextmanager
+def _left_out(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Keep ``parameters`` out of an optimizer that is made meanwhile."""
+    for parameter in parameters:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in parameters:
+            parameter.requires_grad_(True)
+
+
+def _plain_group(parameters: Sequence[nn.Parameter], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return a group of ``optimizer`` that takes plain steps of rate 1.
+
+    Adam divides by the size of the gradient plus eps: an eps beside which no gradient counts leaves the gradient.
+    """
+    group: dict[str, Any] = {"params": list(parameters), "weight_decay": 0.0}
+    if isinstance(optimizer, torch.optim.SGD):
+        return group | {"lr": 1.0, "momentum": 0.0}
+    if isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
+        return group | {"lr": PLAIN, "betas": (0.0, 0.0), "eps": PLAIN}
+    raise TrainError(f"importances are learned with the optimizer adamw or sgd, not {type(optimizer).__name__}")
 
 
 def _average(student: nn.Module, config: TrainConfig) -> ModelEmaV3:
