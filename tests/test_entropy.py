@@ -109,7 +109,7 @@ def test_a_planted_inert_attention_carries_nothing_and_goes_first(model: nn.Modu
     planted, batches = inert(model, 1), batches_of(vit)
     found = transfer_entropy(model, batches)
     assert [site for site, value in found.items() if value == 0] == [planted]
-    order = greedy_order(model, batches, 2)
+    order = greedy_order(model, batches, (None,) * 2)
     first, second = order
     assert first == planted
     assert order[first] == 0
@@ -126,7 +126,7 @@ def test_greedy_order_is_that_of_full_passes(model: nn.Module, vit: Family, kind
         gone.append(min(values, key=values.__getitem__))
         expected[gone[-1]] = values[gone[-1]]
     steps: list[tuple[int, int]] = []
-    found = greedy_order(model, batches, 3, kind, progress=lambda *step: steps.append(step))
+    found = greedy_order(model, batches, (kind,) * 3, progress=lambda *step: steps.append(step))
     assert list(found) == gone
     assert found == pytest.approx(expected, rel=SAME, abs=SAME * abs(dense))
     assert steps == [(1, 3), (2, 3), (3, 3)]
@@ -135,7 +135,7 @@ def test_greedy_order_is_that_of_full_passes(model: nn.Module, vit: Family, kind
 def test_greedy_order_goes_on_from_a_pruned_model_with_its_own_removal(model: nn.Module, vit: Family) -> None:
     first = hetdpt.sites(model)[2]
     hetdpt.prune_(model, Plan(attention=(first.block,), removal="authors"))
-    order = greedy_order(model, batches_of(vit), 5)
+    order = greedy_order(model, batches_of(vit), (None,) * 5)
     assert set(order) == set(hetdpt.sites(model))
 
 
@@ -150,7 +150,7 @@ def test_calibrated_removal_is_fitted_before_it_is_compared(model: nn.Module, vi
         plan = hetdpt.Plan(**{site.kind: (site.block,)}, removal="calibrated")
         alone = hetdpt.calibrate_(clone(model), plan, batches)
         assert value == pytest.approx(abs(dense - naive_entropy(alone, batches)), abs=1e-6)
-    order = greedy_order(model, batches, 2, removal="calibrated")
+    order = greedy_order(model, batches, (None,) * 2, removal="calibrated")
     first = next(iter(order))
     assert (first.kind, first.block) == ("attention", 1)
     assert order[first] == pytest.approx(0, abs=1e-4)
@@ -186,7 +186,7 @@ def test_the_model_stays_as_it_was(model: nn.Module, vit: Family) -> None:
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     names = [name for name, _ in model.named_modules()]
     found = transfer_entropy(model, batches_of(vit), probe="feature")
-    greedy_order(model, batches_of(vit), 1)
+    greedy_order(model, batches_of(vit), (None,))
     assert all(module.training for module in model.modules())
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
     assert [name for name, _ in model.named_modules()] == names
@@ -321,9 +321,9 @@ def test_what_cannot_be_answered_is_refused_in_a_sentence(model: nn.Module, vit:
     with pytest.raises(DataError, match="the probe of transfer entropy is one of logits, feature, not 'tokens'"):
         transfer_entropy(model, batches, probe="tokens")  # type: ignore[arg-type]
     with pytest.raises(DataError, match="once for each site, but came an iterator that can be read only once; give a"):
-        greedy_order(model, iter(batches), 2)
+        greedy_order(model, iter(batches), (None,) * 2)
     with pytest.raises(PlanError, match="asked for 4 attention sites, but this model has 3 to be removed; ask for"):
-        greedy_order(model, batches, 4, "attention")
+        greedy_order(model, batches, ("attention",) * 4)
     with pytest.raises(
         PlanError, match=r"attention 7 at blocks.7.attn is no site of this model, or is removed already"
     ):

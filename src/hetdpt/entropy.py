@@ -7,7 +7,7 @@ Nothing is trained, chosen for good or written here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from math import inf, isfinite, nan
 from operator import length_hint
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from hetdpt.calibration import is_fitted, variants_of
 from hetdpt.errors import DataError, ModelError, PlanError
 from hetdpt.modules import checked, memory_advice, require_more_than_once
-from hetdpt.plan import Kind, Site
+from hetdpt.plan import KINDS, Kind, Site
 from hetdpt.surgery import Removal, ready_for, removable
 from hetdpt.variants import MEMORY, Probe, ProbeName, Scan
 
@@ -76,8 +76,7 @@ def transfer_entropy(
 def greedy_order(
     model: nn.Module,
     batches: Iterable[Tensor],
-    count: int,
-    kind: Kind | None = None,
+    kinds: Sequence[Kind | None],
     *,
     removal: Removal = "plain",
     probe: ProbeName = "logits",
@@ -85,36 +84,44 @@ def greedy_order(
     memory: int = MEMORY,
     progress: Progress | None = None,
 ) -> dict[Site, float]:
-    """Return ``count`` sites in the order in which to remove them, each with the TE of it and all before it.
+    """Return sites in the order in which to remove them, each with the TE of it and all before it.
 
     Every step takes the site s with the least TE(S + s), S being what went before; on a tie the one that runs first.
-    TE is relative to ``model`` as given. ``kind`` restricts the choice. ``batches`` are iterated for each site and
-    should give the same images each time. ``progress`` is called with (sites chosen, count); for the rest see
-    ``transfer_entropy``.
+    TE is relative to ``model`` as given. ``kinds`` says of which kind each site is, None for any. ``batches`` are
+    iterated for each site and should give the same images each time. ``progress`` is called with (sites chosen, in
+    all); for the rest see ``transfer_entropy``.
     """
     require_more_than_once(batches, "once for each site")
     first = next(checked(batches, model, PURPOSE))
     pruned = ready_for(first, model, removal)
     looked_at = Probe.of(probe, pruned, first, PURPOSE)
-    left = [site for site in removable(pruned) if kind in (None, site.kind)]
-    if len(left) < count:
-        what = f"{kind} sites" if kind else "sites"
-        raise PlanError(f"asked for {count} {what}, but this model has {len(left)} to be removed; ask for fewer")
+    left = [site for site in removable(pruned) if None in kinds or site.kind in kinds]
+    require_offered(left, kinds)
     order: dict[Site, float] = {}
     dense = nan
-    for step in range(count):
-        variants = variants_of(pruned, left, batches)
+    for step, kind in enumerate(kinds, 1):
+        variants = variants_of(pruned, [site for site in left if kind in (None, site.kind)], batches)
         scan = Scan(pruned, variants, looked_at, first, memory)
         entropy, without = _entropies(scan, checked(batches, model, PURPOSE))
-        dense = dense if step else entropy
+        dense = entropy if step == 1 else dense
         values = {site: transfer(dense, value, signed) for site, value in without.items()}
         least = min(values, key=values.__getitem__)
         order[least] = values[least]
         left.remove(least)
         pruned = variants[least]
         if progress:
-            progress(step + 1, count)
+            progress(step, len(kinds))
     return order
+
+
+def require_offered(sites: Iterable[Site], kinds: Sequence[Kind | None]) -> None:
+    """Raise ``PlanError`` unless ``sites`` has as many of each kind as ``kinds`` asks for."""
+    offered = [site.kind for site in sites]
+    for kind in (*KINDS, None):
+        asked, left = kinds.count(kind), offered.count(kind) if kind else len(offered)
+        if asked > left:
+            what = f"{kind} sites" if kind else "sites"
+            raise PlanError(f"asked for {asked} {what}, but this model has {left} to be removed; ask for fewer")
 
 
 class Spread:

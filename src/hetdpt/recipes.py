@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from hetdpt.data.augmentation import Augmentation
 from hetdpt.errors import TrainError
 from hetdpt.recovery import RecoverConfig
+from hetdpt.selection.select import usual_search
 from hetdpt.training.config import TrainConfig
 from hetdpt.training.objective import Distillation
 
@@ -90,6 +91,12 @@ def brief() -> Recipe:
     config = row.config.with_settings({"training.epochs": 1, "training.lr": 5e-5})
     hours = "not printed, being ours; minutes for each step of hetdpt collect with ViT-Tiny and 2,000 images on a CPU"
     return replace(row, config=config, hours=hours)
+
+
+def search() -> Recipe:
+    """Return how weights train in a short search for layers: gently, on light views; ours, not the paper's."""
+    hours = "not printed, being ours; minutes for ViT-Tiny and 2,000 images on a CPU"
+    return replace(quick(), config=usual_search(), hours=hours)
 
 
 def deit_small_imagenet() -> Recipe:
@@ -216,6 +223,7 @@ RECIPES: dict[str, Callable[[], Recipe]] = {
     for make in (
         quick,
         brief,
+        search,
         deit_small_imagenet,
         deit_base_imagenet,
         swin_small_imagenet,

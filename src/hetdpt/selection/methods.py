@@ -1,0 +1,111 @@
+"""METHODS: every way to choose layers, a row each. Data only; ``select`` does what they say. No torch here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Literal
+
+from hetdpt.errors import PlanError
+from hetdpt.plan import Kind
+
+SplitBy = Literal["map", "joint", "attention", "activation"]
+Score = Literal["importance", "te", "damage", "random"]
+
+HETDPT = "HetDPT, ICML 2026"
+NOSE = "MLP Can Be a Good Transformer Learner (NOSE), CVPR 2024"
+DEPTHSHRINKER = "DepthShrinker, ICML 2022"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method:
+    """One way to choose the layers that go."""
+
+    name: str
+    split: SplitBy
+    """How the budget is split between the kinds. ``map``: by the accuracy predictor, or as the user says. ``joint``:
+    not at all, all layers are ranked in one list. ``attention`` or ``activation``: that kind pays for all."""
+    score: Score
+    """How layers are ranked: by learned importance, transfer entropy, damage after calibration, or at random."""
+    paper: str
+    """Where it comes from."""
+    about: str
+    """In a sentence."""
+
+    @property
+    def only(self) -> Kind | None:
+        """The one kind that goes, if there is but one."""
+        return self.split if self.split in ("attention", "activation") else None
+
+
+_ROWS = (
+    Method(
+        name="hetdpt",
+        split="map",
+        score="importance",
+        paper=HETDPT,
+        about="MAP splits the budget; inside each kind, importances learned with the weights choose the layers.",
+    ),
+    Method(
+        name="map+te",
+        split="map",
+        score="te",
+        paper=f"{HETDPT}, ablation without step 2",
+        about="MAP splits the budget; inside each kind, the least transfer entropy goes first.",
+    ),
+    Method(
+        name="te-static",
+        split="joint",
+        score="te",
+        paper=f"{HETDPT}, ablation with transfer entropy alone",
+        about="The least transfer entropy goes first, whichever kind it is of.",
+    ),
+    Method(
+        name="importance-only",
+        split="joint",
+        score="importance",
+        paper=f"{HETDPT}, ablation with step 2 alone; in the style of {DEPTHSHRINKER}",
+        about="The least learned importance goes first, whichever kind it is of.",
+    ),
+    Method(
+        name="attention-only",
+        split="attention",
+        score="te",
+        paper=NOSE,
+        about="Attention layers alone go, the least transfer entropy first.",
+    ),
+    Method(
+        name="activation-only",
+        split="activation",
+        score="te",
+        paper=f"{NOSE}, applied to activations as in HetDPT, Fig. 7",
+        about="Activations alone go, the least transfer entropy first.",
+    ),
+    Method(
+        name="random",
+        split="joint",
+        score="random",
+        paper="none: what any method has to beat",
+        about="Any layers, drawn by the seed.",
+    ),
+    Method(
+        name="calibrated-greedy",
+        split="joint",
+        score="damage",
+        paper="none: ours",
+        about="One after another, the layer whose replacement by a fitted one changes the answers least.",
+    ),
+)
+METHODS: dict[str, Method] = {row.name: row for row in _ROWS}
+
+
+def method_called(name: str) -> Method:
+    """Return the row of that name.
+
+    >>> method_called("map+te").score
+    'te'
+    """
+    if name not in METHODS:
+        (nearest,) = get_close_matches(name, METHODS, 1, cutoff=0)
+        raise PlanError(f"there is no method {name!r}; did you mean {nearest}? There are {', '.join(METHODS)}")
+    return METHODS[name]

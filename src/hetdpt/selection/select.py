@@ -1,0 +1,282 @@
+"""From a budget to a plan, by any of METHODS. Layers are chosen on training images; no files are written here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from copy import deepcopy
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Literal
+
+import numpy as np
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from hetdpt.adapters.preprocessing import preprocessing_of
+from hetdpt.calibration import gate_fitted_, refit_gates_
+from hetdpt.data.augmentation import Augmentation
+from hetdpt.data.sources import Data, open_data
+from hetdpt.data.unlabelled import ImageBatches
+from hetdpt.entropy import greedy_order, require_offered, transfer_entropy
+from hetdpt.errors import PlanError
+from hetdpt.modules import checked
+from hetdpt.plan import KINDS, Budget, Kind, Plan, Site
+from hetdpt.recovery import RecoverConfig, recover
+from hetdpt.selection.damage import choose
+from hetdpt.selection.importance import Picked, Search
+from hetdpt.selection.methods import Method, Score, method_called
+from hetdpt.selection.schedule import removal_order
+from hetdpt.surgery import Removal, gates_by_site, known, ready_for, removable
+from hetdpt.training.config import TrainConfig
+from hetdpt.training.objective import Distillation
+from hetdpt.training.processes import start
+from hetdpt.training.trainer import Keeper, Progress
+
+StageProgress = Callable[[str, int, int], None]
+"""Called with what is being done and (steps done, in all)."""
+PURPOSE = "choosing layers"
+POOL = 2  # candidates for each layer that goes
+
+
+def usual_search() -> RecoverConfig:
+    """Return how weights train in a search that is short: gently, on light views, towards the dense model's answers."""
+    training = TrainConfig(
+        epochs=2,
+        batch_size=32,
+        lr=1e-5,
+        lr_batch=None,
+        schedule="constant",
+        weight_decay=0.05,
+        clip_grad=1.0,
+        mixup=0.0,
+        cutmix=0.0,
+        smoothing=0.0,
+        ema_decay=0.0,
+    )
+    augmentation = Augmentation(auto_augment=None, color_jitter=0.0, erasing=0.0, scale=(0.5, 1.0), repeats=1)
+    distillation = Distillation(kind="soft", alpha=0.9, temperature=1.0)
+    return RecoverConfig(training=training, augmentation=augmentation, distillation=distillation, drop_path=0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SelectConfig:
+    """How layers are chosen."""
+
+    search: RecoverConfig = field(default_factory=usual_search)
+    """How weights train while importances are learned; its seed is that of the whole selection."""
+    removal: Removal = "calibrated"
+    """What removed layers leave behind: a name from ``plan.REMOVALS`` or (attention style, activation style). In a
+    search it is also what gates have on their other side; ``plain`` is the paper's."""
+    images: int = 256
+    """Training images on which replacements are fitted and transfer entropy and damage are measured."""
+    candidates: Literal["te", "all"] = "te"
+    """Which layers are searched: of each kind twice as many as go, those of the least transfer entropy; or all."""
+    explores: bool = True
+    """Whether the search tries each candidate closed before one goes (``importance``); the paper's does not."""
+
+    def __post_init__(self) -> None:
+        if self.images < 2:
+            raise PlanError(f"layers are chosen by comparing images; 2 or more are needed, not {self.images}")
+        if self.candidates not in ("te", "all"):
+            raise PlanError(f"candidates are 'te' or 'all', not {self.candidates!r}")
+        Plan(removal=self.removal)  # refuses what is none
+
+
+@dataclass(frozen=True)
+class _Task:
+    """What one selection was given."""
+
+    model: nn.Module
+    data: Data
+    kinds: tuple[Kind | None, ...]
+    """Of each layer that goes, in order; None for any."""
+    config: SelectConfig
+    images: ImageBatches
+    device: str | None
+    workers: int
+    keeper: Keeper | None
+    watch: Callable[[Picked], None] | None
+    progress: StageProgress | None
+
+    def stage(self, name: str) -> Callable[[int, int], None] | None:
+        return partial(self.progress, name) if self.progress else None
+
+
+def select(
+    model: nn.Module,
+    data: str | Data,
+    budget: Budget | int,
+    method: str = "hetdpt",
+    config: SelectConfig | None = None,
+    *,
+    device: str | None = None,
+    workers: int = 0,
+    keeper: Keeper | None = None,
+    watch: Callable[[Picked], None] | None = None,
+    progress: StageProgress | None = None,
+) -> Plan:
+    """Return a plan that removes ``budget`` layers of ``model``, chosen by a row of ``METHODS``.
+
+    The training images of ``data`` decide, with their labels where importances are learned. A method that splits the
+    budget takes a ``Budget``; to the others only the number of layers counts. ``keeper`` keeps states of a search to
+    resume from; ``watch`` is told of each layer, in the order in which they go.
+
+    >>> import hetdpt, timm
+    >>> model = timm.create_model("vit_tiny_patch16_224", img_size=16, patch_size=4, depth=3, num_classes=10)
+    >>> plan = hetdpt.select(model, "demo", hetdpt.Budget(attention=1, activation=1), "map+te")
+    >>> len(plan.attention), len(plan.activation)
+    (1, 1)
+    """
+    row, config = method_called(method), config or SelectConfig()
+    opened = data if isinstance(data, Data) else open_data(str(data))
+    model.to(start(config.search.training.precision, device).device)
+    images = _images(model, opened, config, workers)
+    base = ready_for(next(checked(images, model, PURPOSE)), model, config.removal)
+    kinds = kinds_of(row, budget)
+    require_offered(removable(base), kinds)
+    task = _Task(model, opened, kinds, config, images, device, workers, keeper, watch, progress)
+    sites = SCORES[row.score](task)
+    attention, activation = (tuple(site.block for site in sites if site.kind == kind) for kind in KINDS)
+    return Plan(attention, activation, config.removal, known(base).survey.anatomy)
+
+
+def kinds_of(method: Method, budget: Budget | int) -> tuple[Kind | None, ...]:
+    """Return of which kind each layer is that goes, in order, None for any; ``PlanError`` where there is none to go."""
+    count = budget if isinstance(budget, int) else budget.attention + budget.activation
+    if count < 1 or (isinstance(budget, Budget) and min(budget.attention, budget.activation) < 0):
+        raise PlanError(f"at least 1 layer goes, and none comes back, but the budget is {budget}")
+    if method.split != "map":
+        return (method.only,) * count
+    if isinstance(budget, int):
+        raise PlanError(
+            f"the method {method.name} takes so many layers of each kind, not {budget} in all; give both numbers "
+            "(--attention 2 --activation 3), or samples of hetdpt collect to split by"
+        )
+    return removal_order(budget)
+
+
+def _images(model: nn.Module, data: Data, config: SelectConfig, workers: int, start: int = 0) -> ImageBatches:
+    if data.train is None:
+        raise PlanError("layers are chosen on training images; open the data with the split train")
+    seed, wants = config.search.training.seed, preprocessing_of(model)
+    return ImageBatches(data.train, wants, count=config.images, start=start, seed=seed, workers=workers)
+
+
+def _by_entropy(task: _Task) -> list[Site]:
+    """Return the sites that go one after another, each with the least transfer entropy of its kind."""
+    order = greedy_order(
+        task.model, task.images, task.kinds, removal=task.config.removal, progress=task.stage("transfer entropy")
+    )
+    _tell(task, order.items())
+    return list(order)
+
+
+def _by_damage(task: _Task) -> list[Site]:
+    """Return the sites that go one after another, each with the least damage, measured on other training images."""
+    assert task.data.train is not None
+    has_more = len(task.data.train) > task.images.count
+    judge = _images(task.model, task.data, task.config, task.workers, task.images.count) if has_more else None
+    base = ready_for(next(checked(task.images, task.model, PURPOSE)), task.model, task.config.removal)
+    gains = {site: 1.0 for site in removable(base) if task.kinds[0] in (None, site.kind)}
+    choices = choose(
+        task.model,
+        task.images,
+        gains,
+        len(task.kinds),
+        judge=judge,
+        removal=task.config.removal,
+        progress=task.stage("damage"),
+    )
+    found = {choice.site: choice.damage for choice in choices}
+    _tell(task, found.items())
+    return list(found)
+
+
+def _at_random(task: _Task) -> list[Site]:
+    base = ready_for(next(checked(task.images, task.model, PURPOSE)), task.model, task.config.removal)
+    left, found = removable(base), list[Site]()
+    draw = np.random.default_rng(task.config.search.training.seed)
+    for kind in task.kinds:
+        offered = [site for site in left if kind in (None, site.kind)]
+        found.append(offered[draw.integers(len(offered))])
+        left.remove(found[-1])
+    _tell(task, [(site, float("nan")) for site in found])
+    return found
+
+
+def _by_importance(task: _Task) -> list[Site]:
+    """Return the sites that a search takes away."""
+    config = task.config
+    candidates = _candidates(task)
+    gated, student = Plan(removal=config.removal), deepcopy(task.model)
+    gate_fitted_(student, gated, task.images, sites=candidates)
+    settings = config.search.with_settings({"training.ema_decay": 0.0, "train_merged": False})
+    search = Search(
+        student,
+        task.kinds,
+        explores=config.explores,
+        seed=settings.training.seed,
+        refit=partial(_refit, student, gated, task.images),
+        watch=task.watch,
+    )
+    epochs = recover(
+        student,
+        task.model,
+        task.data,
+        settings,
+        device=task.device,
+        workers=task.workers,
+        keeper=task.keeper,
+        watch=partial(_move, task.stage("search")),
+        companion=search,
+        evaluates=False,
+    )
+    for _ in epochs:
+        pass
+    return [picked.site for picked in search.gone]
+
+
+def _candidates(task: _Task) -> list[Site]:
+    """Return the sites that a search is about: where kinds are not compared, twice as many of each as go."""
+    base = ready_for(next(checked(task.images, task.model, PURPOSE)), task.model, task.config.removal)
+    offered = removable(base)
+    if None in task.kinds or task.config.candidates == "all":
+        return [site for site in offered if None in task.kinds or site.kind in task.kinds]
+    te = transfer_entropy(
+        task.model, task.images, sites=offered, removal=task.config.removal, progress=task.stage("candidates")
+    )
+    chosen = [
+        site
+        for kind in KINDS
+        for site in sorted((s for s in te if s.kind == kind), key=te.__getitem__)[: POOL * task.kinds.count(kind)]
+    ]
+    return [site for site in offered if site in chosen]
+
+
+def _refit(student: nn.Module, plan: Plan, images: Iterable[Tensor]) -> None:
+    """Fit the replacements again, the same ones in all processes."""
+    refit_gates_(student, plan, images)
+    if dist.is_available() and dist.is_initialized():
+        for gate in gates_by_site(student).values():
+            for parameter in gate.removed.parameters():
+                dist.broadcast(parameter.data, 0)
+
+
+def _move(progress: Callable[[int, int], None] | None, now: Progress) -> None:
+    if progress:
+        progress(now.update, now.updates)
+
+
+def _tell(task: _Task, found: Iterable[tuple[Site, float]]) -> None:
+    for site, score in found:
+        if task.watch is not None:
+            task.watch(Picked(site, score))
+
+
+SCORES: dict[Score, Callable[[_Task], list[Site]]] = {
+    "importance": _by_importance,
+    "te": _by_entropy,
+    "damage": _by_damage,
+    "random": _at_random,
+}
+"""How each ``Method.score`` ranks layers."""

@@ -1,0 +1,271 @@
+"""The importance search: its schedule, what it learns, what was planted, resumed, on two processes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from copy import deepcopy
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import torch
+from torch import Tensor, nn
+
+import hetdpt
+from hetdpt.adapters.preprocessing import preprocessing_of
+from hetdpt.calibration import gate_fitted_
+from hetdpt.data.sources import Data, open_data
+from hetdpt.data.unlabelled import ImageBatches
+from hetdpt.errors import HetDPTError, PlanError, TrainError
+from hetdpt.plan import Budget, Plan, Site
+from hetdpt.recovery import RecoverConfig, recover
+from hetdpt.selection.importance import Picked, Search
+from hetdpt.selection.schedule import due, removal_order, stage_ends
+from hetdpt.selection.select import SelectConfig, usual_search
+from hetdpt.surgery import gates_by_site
+
+SMALL = {"per_class": 8, "training.batch_size": 8, "training.epochs": 1, "distillation.alpha": 1.0}
+
+
+def search_config(**settings: Any) -> RecoverConfig:
+    named = {name.replace("__", "."): value for name, value in settings.items()}
+    return usual_search().with_settings({**SMALL, **named})
+
+
+@pytest.fixture(scope="module")
+def data() -> Data:
+    return open_data("demo")
+
+
+@pytest.fixture
+def dense() -> nn.Module:
+    """A ViT of four blocks whose attention 1, attention 2 and FFN 2 give nothing; large weights elsewhere."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = timm.create_model(
+            "vit_tiny_patch16_224", img_size=16, patch_size=4, embed_dim=32, depth=4, num_heads=2, num_classes=10
+        )
+    for parameter in model.parameters():
+        if parameter.ndim == 2:
+            nn.init.normal_(parameter, std=2 / parameter.shape[1] ** 0.5, generator=torch.Generator().manual_seed(1))
+    for layer in (model.blocks[1].attn.proj, model.blocks[2].attn.proj, model.blocks[2].mlp.fc2):
+        nn.init.zeros_(layer.weight)
+    return model.eval()
+
+
+def run_search(
+    dense: nn.Module, data: Data, kinds: Any, scale: float = 1.0, keeper: Any = None, **options: Any
+) -> Search:
+    """Search all layers; the gradients of attention's importances are multiplied by ``scale``."""
+    config = options.pop("config", search_config())
+    assert data.train is not None
+    images = ImageBatches(data.train, preprocessing_of(dense), count=32)
+    student = gate_fitted_(deepcopy(dense), Plan(removal=options.pop("removal", "calibrated")), images)
+    gates = gates_by_site(student)
+    for site, gate in gates.items():
+        if site.kind == "attention":
+            gate.importance.register_hook(partial(torch.mul, scale))
+    search = Search(student, kinds, **{"explores": True, "seed": 0, **options})
+    for _ in recover(student, dense, data, config, companion=search, evaluates=False, keeper=keeper):
+        pass
+    return search
+
+
+class TestSchedule:
+    def test_order_is_that_of_the_release(self) -> None:
+        a, g = "attention", "activation"
+        assert removal_order(Budget(attention=5, activation=5)) == (g, a) * 5
+        assert removal_order(Budget(attention=4, activation=3)) == (a, g, a, g, a, g, a)
+        assert removal_order(Budget(attention=3, activation=4)) == (g, a, g, a, g, a, g)
+        assert removal_order(Budget(attention=4, activation=1)) == (a, g, a, a, a)
+        assert removal_order(Budget(attention=0, activation=2)) == (g, g)
+
+    def test_stages_grow_by_two_epochs(self) -> None:
+        ends = stage_ends(10)
+        assert ends[:4] == (3, 8, 15, 24)
+        assert [two - one for one, two in pairwise(ends)] == [5, 7, 9, 11, 13, 15, 17, 19, 21]
+
+    @pytest.mark.parametrize(("updates", "count"), [(120, 10), (24, 4), (7, 7), (1000, 1), (3, 2)])
+    def test_any_length_takes_all_layers_one_by_one_and_the_last_at_the_end(self, updates: int, count: int) -> None:
+        gone = [due(update, updates, count) for update in range(updates + 1)]
+        assert (gone[0], gone[-2], gone[-1]) == (0, count - 1, count) if updates > count else gone[-1] == count
+        assert gone == sorted(gone)
+        assert gone == [due(2 * update, 2 * updates, count) for update in range(updates + 1)]
+
+
+class TestLearning:
+    def test_importance_takes_plain_steps_and_weights_none_of_its_gradient(self, dense: nn.Module, data: Data) -> None:
+        """importance = -gradient after one update, whatever Adam, decay and clipping do to the weights."""
+        kinds = ("attention",)
+        config = search_config(
+            training__batch_size=80, training__lr=1e-9, training__weight_decay=0.5, training__clip_grad=1e-6,
+            augmentation__scale=(1.0, 1.0), augmentation__ratio=(1.0, 1.0), augmentation__hflip=0.0,
+            distillation__kind="none",
+        )  # fmt: skip
+        search = run_search(dense, data, kinds, config=config, explores=False, removal="plain")
+        student = hetdpt.gate_(deepcopy(dense))
+        images, targets = training_images(data, config, dense)
+        nn.functional.cross_entropy(student(images), targets).backward()
+        for site, gate in gates_by_site(student).items():
+            found = search.gates[site].importance.item()
+            assert gate.importance.grad is not None
+            assert found == pytest.approx(-gate.importance.grad.item(), rel=1e-3, abs=1e-6), site.path  # float32
+
+    def test_other_optimizers_are_refused(self, dense: nn.Module, data: Data) -> None:
+        with pytest.raises(TrainError, match="importances are learned with the optimizer adamw or sgd, not Lion"):
+            run_search(dense, data, ("attention",), config=search_config(training__optimizer="lion"))
+
+    def test_sgd_learns_the_same_importances(self, dense: nn.Module, data: Data) -> None:
+        found = [
+            run_search(dense, data, ("attention",), config=search_config(training__optimizer=name, training__lr=1e-12))
+            for name in ("adamw", "sgd")
+        ]
+        one, other = ({site: gate.importance.item() for site, gate in search.gates.items()} for search in found)
+        assert one == pytest.approx(other, rel=1e-3, abs=1e-4)
+
+
+def training_images(data: Data, config: RecoverConfig, model: nn.Module) -> tuple[Tensor, Tensor]:
+    """Return all training images of ``config`` at once, as they come without augmentation."""
+    from hetdpt.data.batches import TrainingBatches
+    from hetdpt.data.subset import subset
+
+    images = subset(data.train, per_class=config.per_class, seed=0)
+    (batch,) = TrainingBatches(images, preprocessing_of(model), config.augmentation, batch_size=80, seed=0).epoch(0)
+    return batch.images, batch.targets
+
+
+class TestPlanted:
+    def test_inert_layers_go_and_random_does_not_find_them(self, dense: nn.Module, data: Data) -> None:
+        config = SelectConfig(search=search_config(), images=32)
+        plan = hetdpt.select(dense, data, Budget(2, 1), "hetdpt", config)
+        assert (plan.attention, plan.activation) == ((1, 2), (2,))
+        found = [
+            hetdpt.select(dense, data, 3, "random", SelectConfig(search=search_config(training__seed=seed), images=32))
+            for seed in range(4)
+        ]
+        assert all((plan.attention, plan.activation) != ((1, 2), (2,)) for plan in found)
+        assert len({(plan.attention, plan.activation) for plan in found}) > 1
+
+    def test_papers_search_finds_them_too(self, dense: nn.Module, data: Data) -> None:
+        """Plain gates and no trials; labels count, for the KL to a teacher that is the student has no gradient."""
+        search = search_config(distillation__kind="none", per_class=30)
+        config = SelectConfig(search=search, images=32, removal=("skip", "drop"), explores=False, candidates="all")
+        importances: dict[Site, float] = {}
+        plan = hetdpt.select(
+            dense, data, Budget(2, 1), "hetdpt", config, watch=lambda p: importances.update({p.site: p.score})
+        )
+        inert = [score for site, score in importances.items() if plan.removes(site) and site.block in (1, 2)]
+        assert any(score == 0 for score in inert) or min(importances.values()) < 0  # none is kept for nothing
+
+
+class TestTypes:
+    KINDS = removal_order(Budget(2, 2))
+
+    def test_types_are_never_compared(self, dense: nn.Module, data: Data) -> None:
+        """Attention's gradients a thousand times as large change nothing; where all layers are in one list, they do."""
+        plain, scaled = (run_search(dense, data, self.KINDS, scale) for scale in (1.0, 1000.0))
+        assert [picked.site for picked in plain.gone] == [picked.site for picked in scaled.gone]
+        joint, skewed = (run_search(dense, data, (None,) * 6, scale) for scale in (1.0, 1000.0))
+        assert [picked.site for picked in joint.gone] != [picked.site for picked in skewed.gone]
+
+    def test_removed_layers_stay_gone_and_are_not_run(self, dense: nn.Module, data: Data) -> None:
+        search = run_search(dense, data, self.KINDS)
+        assert [picked.site.kind for picked in search.gone] == list(self.KINDS)
+        assert len({picked.site for picked in search.gone}) == 4
+        for site, gate in search.gates.items():
+            assert gate.is_open != (site in [picked.site for picked in search.gone])
+
+
+class StoppedError(Exception):
+    pass
+
+
+class Memory:
+    """Keeps every state, and ends the training when it has so many."""
+
+    def __init__(self, limit: int | None = None) -> None:
+        self.states: list[Any] = []
+        self.limit = limit
+
+    def latest(self) -> Any:
+        return self.states[-1] if self.states else None
+
+    def is_due(self) -> bool:
+        return True
+
+    def keep(self, state: Any) -> None:
+        self.states.append(deepcopy(state))
+        if len(self.states) == self.limit:
+            raise StoppedError
+
+
+def test_resumed_search_is_the_uninterrupted_one(dense: nn.Module, data: Data) -> None:
+    def outcome(keeper: Memory | None) -> tuple[Plan, list[Picked]]:
+        found: list[Picked] = []
+        config = SelectConfig(search=search_config(training__lr=1e-3), images=32, candidates="all")
+        plan = hetdpt.select(dense, data, Budget(2, 2), "hetdpt", config, keeper=keeper, watch=found.append)
+        return plan, found
+
+    plan, picked = outcome(None)
+    memory = Memory(limit=6)  # of 10 updates: two layers are gone
+    with pytest.raises(StoppedError):
+        outcome(memory)
+    assert len(memory.states[-1]["companion"]["gone"]) == 2
+    memory.limit = None
+    again, rest = outcome(memory)
+    assert again == plan
+    assert rest == picked[2:]
+
+
+def test_too_short_a_search_is_refused(dense: nn.Module, data: Data) -> None:
+    config = SelectConfig(search=search_config(training__batch_size=80), images=32)
+    with pytest.raises(PlanError, match="the search has 1 updates to choose 2 layers in; give it more images"):
+        hetdpt.select(dense, data, Budget(1, 1), "hetdpt", config)
+
+
+SCRIPT = """
+import json, sys
+import hetdpt, torch
+from hetdpt.selection import select as room
+from hetdpt.selection.select import SelectConfig, usual_search
+
+searches = []
+class Kept(room.Search):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        searches.append(self)
+room.Search = Kept
+settings = {"per_class": 8, "training.batch_size": 4, "training.epochs": 1, "training.lr": 1e-3}
+config = SelectConfig(search=usual_search().with_settings(settings), images=32, candidates="all")
+dense = hetdpt.load(sys.argv[1])
+plan = hetdpt.select(dense, "demo", hetdpt.Budget(2, 2), "hetdpt", config, device="cpu")
+rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+(search,) = searches
+with open(f"{sys.argv[2]}.{rank}", "w") as file:
+    json.dump({"plan": [plan.attention, plan.activation], "importances": [p.item() for p in search.parameters]}, file)
+"""
+
+
+def test_importances_agree_on_all_processes(dense: nn.Module, tmp_path: Path) -> None:
+    sizes = {"img_size": 16, "patch_size": 4, "embed_dim": 32, "depth": 4, "num_heads": 2, "num_classes": 10}
+    hetdpt.save(dense, tmp_path / "dense", base=hetdpt.Base("timm", "vit_tiny_patch16_224", sizes))
+    (tmp_path / "search.py").write_text(SCRIPT)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*launch, str(tmp_path / "search.py"), str(tmp_path / "dense"), str(tmp_path / "found")]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert result.returncode == 0, result.stderr
+    one, other = (json.loads((tmp_path / f"found.{rank}").read_text()) for rank in (0, 1))
+    assert one == other  # to the last bit
+    assert any(one["importances"])
+
+
+def test_search_under_fsdp_and_bad_settings_are_refused() -> None:
+    with pytest.raises(HetDPTError, match="candidates are 'te' or 'all', not 'some'"):
+        SelectConfig(candidates="some")  # type: ignore[arg-type]
+    with pytest.raises(HetDPTError, match="2 or more are needed, not 1"):
+        SelectConfig(images=1)
