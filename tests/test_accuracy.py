@@ -19,6 +19,7 @@ import hetdpt
 from hetdpt.adapters.preprocessing import preprocessing_of
 from hetdpt.data.batches import EvaluationBatches
 from hetdpt.data.sources import Data, open_data
+from hetdpt.data.subset import Subset
 from hetdpt.errors import DataError
 from hetdpt.measurement.accuracy import Scores, evaluate, measure_accuracy, wilson_interval
 
@@ -170,6 +171,27 @@ def test_progress_goes_from_the_first_batch_to_the_last() -> None:
     seen: list[tuple[int, int]] = []
     measure_accuracy(model, batches, lambda done, total: seen.append((done, total)))
     assert seen == [(1, 4), (2, 4), (3, 4), (4, 4)]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_each_image_is_told_of(folder: Path, workers: int) -> None:
+    model, found = tiny(classes=3), dict[int, bool]()
+    bad = sorted((folder / "val" / "class1").iterdir())[0]
+    bad.write_bytes(bad.read_bytes()[:60])
+
+    def each(indices: torch.Tensor, is_right: torch.Tensor) -> None:
+        found.update(zip(indices.tolist(), is_right.tolist(), strict=True))
+
+    scores = evaluate(model, folder, batch_size=4, workers=workers, each=each)
+    data = open_data(str(folder), splits=("val",)).val
+    assert data is not None
+    readable = [index for index in range(len(data)) if data.name_of(index) != str(bad)]
+    assert sorted(found) == readable
+    assert scores.top1 == 100 * sum(found.values()) / len(readable)
+    wants = preprocessing_of(model)
+    for index in readable:
+        (batch,) = EvaluationBatches(Subset(data, (index,)), wants, batch_size=1)
+        assert found[index] == (model(batch.images).argmax().item() == batch.targets.item())
 
 
 # The interval.

@@ -477,3 +477,67 @@ def test_a_claim_is_one_line_of_json(tmp_path: Path) -> None:
         assert file_of(tmp_path).name == "ag.00000001.claim"
     with taken(tmp_path):
         assert json.loads(file_of(tmp_path).read_text())["token"] != token
+
+
+# Work that is shared
+
+
+class Chores:
+    """Tasks that are files once they are done; a task such as ``b-after-a`` can begin when ``a`` is there."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory, self.taken, self.waited = directory, list[str](), list[str]()
+
+    def name(self, task: str) -> str:
+        return task
+
+    def result(self, task: str) -> str | None:
+        file = self.directory / f"{task}.txt"
+        return file.read_text() if file.is_file() else None
+
+    def can_begin(self, task: str) -> bool:
+        _, _, before = task.partition("-after-")
+        return not before or self.result(before) is not None
+
+    def take(self, task: str, claim: Claim) -> None:
+        claim.require_held()
+        self.taken.append(task)
+        self.finish(task)
+
+    def finish(self, task: str) -> None:
+        (self.directory / f"{task}.txt").write_text(f"done {task}")
+
+    def wait(self, who: str) -> None:
+        self.waited.append(who)
+
+
+def test_tasks_are_done_once_each_when_they_can_begin(tmp_path: Path) -> None:
+    chores = Chores(tmp_path)
+    chores.finish("c")
+    found = list(claims.work(tmp_path / "claims", ["b-after-a", "a", "c"], chores))
+    assert chores.taken == ["a", "b-after-a"]
+    assert found == [("c", "done c", False), ("a", "done a", True), ("b-after-a", "done b-after-a", True)]
+    assert [is_own for _, _, is_own in claims.work(tmp_path / "claims", ["a", "c"], chores)] == [False, False]
+
+
+def test_what_others_work_on_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    chores, claim = Chores(tmp_path), taken(tmp_path / "claims", "a")
+
+    def other_process(_: float) -> None:
+        assert chores.waited == [f"pid {os.getpid()} on {os.uname().nodename}"]
+        chores.finish("a")
+        claim.release()
+
+    monkeypatch.setattr(time, "sleep", other_process)
+    found = list(claims.work(tmp_path / "claims", ["a", "b-after-a"], chores))
+    assert (chores.taken, [is_own for _, _, is_own in found]) == (["b-after-a"], [False, True])
+
+
+def test_a_task_that_fails_is_free_again(tmp_path: Path) -> None:
+    class Clumsy(Chores):
+        def take(self, task: str, claim: Claim) -> None:
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        list(claims.work(tmp_path / "claims", ["a"], Clumsy(tmp_path)))
+    assert len(list(claims.work(tmp_path / "claims", ["a"], Chores(tmp_path)))) == 1

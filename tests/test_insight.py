@@ -17,7 +17,7 @@ from hetdpt.adapters.models import build
 from hetdpt.calibration import fit_sites, replaced
 from hetdpt.entropy import transfer_entropy
 from hetdpt.errors import DataError, ModelError
-from hetdpt.insight import LIMIT, Row, ScanTable, Uninformed, scan
+from hetdpt.insight.scan import LIMIT, Row, ScanTable, Uninformed, scan
 from hetdpt.measurement.agreement import outputs_of
 from hetdpt.measurement.costs import Costs, count_macs
 from hetdpt.plan import Plan, Site

@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 
 from hetdpt.errors import FileError
-from hetdpt.insight import Row, ScanTable
+from hetdpt.insight.scan import Row, ScanTable
 from hetdpt.measurement.costs import Costs
 from hetdpt.plan import FITTED_STYLES, KINDS, Kind, Measurement, Site
 from hetdpt.report.scan import COLUMNS, LOOKS, draw, write_csv

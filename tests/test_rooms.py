@@ -15,6 +15,7 @@ HOUSE = Path(hetdpt.__file__).parent
 STOREYS = [
     {"cli"},
     {"recipes"},
+    {"studies"},
     {"pipeline", "oneshot", "collection", "report", "demo"},
     {"runs"},
     {"export", "downstream", "combine", "insight"},

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from hetdpt.export.hub import push_to_hub
     from hetdpt.export.onnx import export_onnx
     from hetdpt.export.saved import load, save
-    from hetdpt.insight import scan
+    from hetdpt.insight.scan import scan
     from hetdpt.measurement.accuracy import Scores, evaluate
     from hetdpt.measurement.costs import count_macs, count_params
     from hetdpt.measurement.speed import latency_table, measure_throughput
@@ -37,6 +37,10 @@ if TYPE_CHECKING:
     from hetdpt.predictor.samples import CollectConfig
     from hetdpt.published import published_plan, published_plans
     from hetdpt.recovery import RecoverConfig, recover
+    from hetdpt.selection.methods import METHODS
+    from hetdpt.selection.select import SelectConfig, select
+    from hetdpt.studies.compare import CompareConfig, compare_into
+    from hetdpt.studies.observe import ObserveConfig, observe_into
     from hetdpt.surgery import gate_, gates_of, merge_, prune_, restore_, sites
     from hetdpt.training.config import TrainConfig
     from hetdpt.training.objective import Distillation
@@ -51,7 +55,7 @@ _HOMES = {
     "hetdpt.data.augmentation": ("Augmentation",),
     "hetdpt.entropy": ("transfer_entropy",),
     "hetdpt.errors": ("HetDPTError",),
-    "hetdpt.insight": ("scan",),
+    "hetdpt.insight.scan": ("scan",),
     "hetdpt.export.hub": ("push_to_hub",),
     "hetdpt.export.onnx": ("export_onnx",),
     "hetdpt.export.saved": ("load", "save"),
@@ -66,6 +70,10 @@ _HOMES = {
     "hetdpt.predictor.samples": ("CollectConfig",),
     "hetdpt.published": ("published_plan", "published_plans"),
     "hetdpt.recovery": ("RecoverConfig", "recover"),
+    "hetdpt.studies.compare": ("CompareConfig", "compare_into"),
+    "hetdpt.studies.observe": ("ObserveConfig", "observe_into"),
+    "hetdpt.selection.methods": ("METHODS",),
+    "hetdpt.selection.select": ("SelectConfig", "select"),
     "hetdpt.surgery": ("gate_", "gates_of", "merge_", "prune_", "restore_", "sites"),
     "hetdpt.training.config": ("TrainConfig",),
     "hetdpt.training.objective": ("Distillation",),
@@ -73,14 +81,17 @@ _HOMES = {
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 
 __all__ = [
+    "METHODS",
     "Allocation",
     "Augmentation",
     "Base",
     "Budget",
     "CollectConfig",
+    "CompareConfig",
     "Distillation",
     "HetDPTError",
     "Measurement",
+    "ObserveConfig",
     "Plan",
     "Predictor",
     "Price",
@@ -88,6 +99,7 @@ __all__ = [
     "RecoverConfig",
     "Sample",
     "Scores",
+    "SelectConfig",
     "Site",
     "Split",
     "TrainConfig",
@@ -95,6 +107,7 @@ __all__ = [
     "allocate",
     "calibrate_",
     "collect_into",
+    "compare_into",
     "count_macs",
     "count_params",
     "create",
@@ -109,6 +122,7 @@ __all__ = [
     "measure_prices",
     "measure_throughput",
     "merge_",
+    "observe_into",
     "prune_",
     "published_plan",
     "published_plans",
@@ -118,6 +132,7 @@ __all__ = [
     "restore_",
     "save",
     "scan",
+    "select",
     "sites",
     "transfer_entropy",
 ]

@@ -1,9 +1,10 @@
-"""The flow from a dense model to a saved one, on one screen. So far: calibration and recovery."""
+"""The flow from a dense model to a saved one, on one screen. So far: selection, calibration and recovery."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import asdict
 from functools import partial
@@ -17,12 +18,15 @@ from hetdpt.calibration import calibrate_
 from hetdpt.data.sources import Data, open_data
 from hetdpt.data.streams import Stream
 from hetdpt.data.unlabelled import ImageBatches
-from hetdpt.errors import PlanError
+from hetdpt.errors import FileError, HetDPTError, PlanError
 from hetdpt.export.saved import load, save
+from hetdpt.files import written
 from hetdpt.modules import clone, digest
-from hetdpt.plan import Plan
+from hetdpt.plan import Budget, Plan
 from hetdpt.recovery import RecoverConfig, recover
 from hetdpt.runs import Run
+from hetdpt.selection.importance import Picked
+from hetdpt.selection.select import SelectConfig, StageProgress, select
 from hetdpt.surgery import merge_, place_, prune_
 from hetdpt.training.processes import start
 from hetdpt.training.trainer import Epoch, Progress
@@ -81,6 +85,50 @@ def recover_into(
             watch=partial(_log, run, watch),
         )
         yield from _keep(run, epochs)
+
+
+def select_into(
+    file: Path,
+    model: nn.Module,
+    data: str | Data,
+    budget: Budget | int,
+    method: str,
+    config: SelectConfig,
+    *,
+    overwrite: bool = False,
+    device: str | None = None,
+    workers: int = 0,
+    minutes: float = 10.0,
+    watch: Callable[[Picked], None] | None = None,
+    progress: StageProgress | None = None,
+) -> Plan:
+    """Choose layers and write the plan to ``file``; a search that was killed goes on from ``file.partial``."""
+    if file.exists() and not overwrite:
+        raise FileError(f"{file} is there already; give another name, or --overwrite")
+    opened = data if isinstance(data, Data) else open_data(data)
+    processes = start(config.search.training.precision, device)
+    asked = {
+        **_asked_of(model, opened, processes.num_processes),
+        "budget": asdict(budget) if isinstance(budget, Budget) else budget,
+        "method": method,
+        **asdict(config),
+    }
+    with processes.main_process_first():
+        run = Run.open(Path(f"{file}.partial"), asked, minutes, is_first=processes.is_main_process)
+    place: dict[str, Any] = {"device": device, "workers": workers, "watch": watch, "progress": progress}
+    with run.alone() if processes.is_main_process else nullcontext():
+        try:
+            plan = select(model, opened, budget, method, config, keeper=run.checkpoints, **place)
+        except HetDPTError:
+            if processes.is_main_process and not run.is_begun:
+                run.discard()
+            raise
+    if processes.is_main_process:
+        with written(file) as scratch:
+            scratch.write_text(f"{plan.to_json()}\n")
+        run.discard()
+    processes.wait_for_everyone()
+    return plan
 
 
 def _start(
@@ -159,12 +207,18 @@ def _asked(
     settings = asdict(config)
     for part in [part for part, value in settings.items() if isinstance(value, dict)]:
         settings |= {f"{part}.{key}": value for key, value in settings.pop(part).items()}
+    found = _asked_of(student, data, processes)
+    return (
+        {"student": found.pop("model"), "teacher": digest(teacher) if teacher is not None else None} | found | settings
+    )
+
+
+def _asked_of(model: nn.Module, data: Data, processes: int) -> dict[str, Any]:
+    """Return what any stage depends on, as plain JSON."""
     return {
-        "student": digest(student),
-        "teacher": digest(teacher) if teacher is not None else None,
+        "model": digest(model),
         "data": data.name,
         "classes": data.num_classes,
         "images": [len(split) if split is not None else None for split in (data.train, data.val)],
         "processes": processes,
-        **settings,
     }

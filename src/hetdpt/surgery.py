@@ -53,6 +53,9 @@ class Record:
     gates: tuple[tuple[Site, str], ...] = ()
     """The sites that have gates, and the paths of these."""
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Record:
+        return self  # nothing in it ever changes
+
 
 def record_of(model: nn.Module) -> Record | None:
     """Return what has been done to ``model``; None for an untouched one."""

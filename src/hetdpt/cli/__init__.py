@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from hetdpt.cli import collect, models, oneshot, predict, scan, training
+from hetdpt.cli import collect, compare, models, observe, oneshot, predict, scan, select, training
 from hetdpt.errors import HetDPTError
 
 app = typer.Typer(
@@ -27,9 +27,12 @@ COMMANDS: tuple[Callable[..., None], ...] = (
     models.bench,
     models.apply,
     scan.scan,
+    observe.observe,
     collect.collect,
     oneshot.oneshot,
     predict.predict,
+    compare.compare,
+    select.select,
     training.train,
     training.recover,
     training.recipes,

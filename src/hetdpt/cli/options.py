@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hetdpt.errors import PlanError, TrainError
+from hetdpt.errors import PlanError, PredictError, TrainError
 from hetdpt.plan import Plan
 from hetdpt.published import PREFIX, published_plan
 
@@ -135,6 +135,17 @@ def read_images(
         tell(f"{len(source)} images are too few for {counts[0]} and {counts[1]} others; damage is measured on the same")
         return batches, batches
     return batches, ImageBatches(source, prepared, count=counts[1], start=counts[0], **options)
+
+
+def samples_file(samples: Path) -> Path:
+    """Return the CSV of samples that ``samples`` is, or that a directory of hetdpt collect has in it."""
+    from hetdpt.predictor.rows import SAMPLES_FILE
+
+    if not samples.is_dir():
+        return samples
+    if not (samples / SAMPLES_FILE).is_file():
+        raise PredictError(f"{samples} holds no {SAMPLES_FILE}; give a CSV, or a directory of hetdpt collect")
+    return samples / SAMPLES_FILE
 
 
 def given_settings(context: typer.Context) -> dict[str, Any]:

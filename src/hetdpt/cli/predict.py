@@ -23,6 +23,7 @@ from hetdpt.cli.options import (
     Weights,
     Workers,
     read_removal,
+    samples_file,
     workers_of,
 )
 from hetdpt.cli.prediction import PREDICT, SHOWN, UNITS, Prediction, print_prediction, write_prediction
@@ -93,7 +94,7 @@ def predict(
     again.check(samples, bool(wanted))
     if out is not None:
         require_new(out, overwrite, PREDICT)
-    rows = read_rows(_file_of(samples))
+    rows = read_rows(samples_file(samples))
     predictor = fit_predictor(rows, _blocks_of(samples, blocks), exact=not as_given)
     if model is None:
         priced = _read_prices(samples, prices)
@@ -206,16 +207,6 @@ def _refuse_strays(model: str | None, prices: Path | None, options: dict[str, An
         raise PredictError(f"there is no model for {', '.join(given)}; give --model MODEL too")
     if model is not None and prices is not None:
         raise PredictError("--prices and --model both say what layers cost; give one of them")
-
-
-def _file_of(samples: Path) -> Path:
-    from hetdpt.predictor.rows import SAMPLES_FILE
-
-    if not samples.is_dir():
-        return samples
-    if not (samples / SAMPLES_FILE).is_file():
-        raise PredictError(f"{samples} holds no {SAMPLES_FILE}; give a CSV, or a directory of hetdpt collect")
-    return samples / SAMPLES_FILE
 
 
 def _blocks_of(samples: Path, given: int | None) -> int:

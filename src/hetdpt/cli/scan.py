@@ -26,7 +26,7 @@ from hetdpt.cli.options import (
 from hetdpt.cli.show import note_random_weights, print_, stages, table
 
 if TYPE_CHECKING:
-    from hetdpt.insight import Row, ScanTable
+    from hetdpt.insight.scan import Row, ScanTable
     from hetdpt.plan import Kind, Site
 
 SCAN = "scan.json"  # by which a directory of ours is known
@@ -59,7 +59,7 @@ def scan(
     from hetdpt.data.unlabelled import open_images
     from hetdpt.export.saved import open_model
     from hetdpt.files import require_new
-    from hetdpt.insight import scan as scan_
+    from hetdpt.insight.scan import scan as scan_
     from hetdpt.modules import find_device
     from hetdpt.randomness import seeded
 

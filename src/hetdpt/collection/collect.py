@@ -14,18 +14,17 @@ from torch import nn
 from hetdpt.collection.tree import DENSE, Node, in_turn, tree_of
 from hetdpt.collection.work import RECHECK, SAMPLES, Done, Job, Workplace
 from hetdpt.data.sources import Data, open_data
-from hetdpt.errors import FileError, PredictError, TrainError, first_line
+from hetdpt.errors import FileError, PredictError, first_line
 from hetdpt.export.saved import load
 from hetdpt.modules import digest, find_device
 from hetdpt.plan import Budget, Kind
 from hetdpt.predictor.polynomial import FEWEST
 from hetdpt.predictor.samples import Chain, CollectConfig
-from hetdpt.recovery import RecoverConfig
 from hetdpt.runs import RUN, share
 from hetdpt.surgery import known, ready, removable
-from hetdpt.training.processes import start
 
 LONGER = 3  # times the epochs, when a split is measured again
+ALONE = "samples are collected"
 
 
 def collect_into(
@@ -44,7 +43,7 @@ def collect_into(
     others did too, and returns when all is done. ``chain`` takes the steps of that one alone.
     """
     directory, place = Path(directory), place or Workplace()
-    _require_alone(config.recovery, place)
+    place.require_alone(config.recovery.training.precision, ALONE)
     opened = data if isinstance(data, Data) else open_data(data)
     base = ready(model, config.removal)
     offered = [site.kind for site in removable(base)]
@@ -81,7 +80,7 @@ def recheck_into(
         raise PredictError(f"{directory} was collected on {asked['data']}, not on {opened.name}; give the same data")
     config = TypeAdapter(CollectConfig).validate_python(asked["config"])
     epochs = epochs or LONGER * config.recovery.training.epochs
-    _require_alone(config.recovery, place)
+    place.require_alone(config.recovery.training.precision, ALONE)
     longer = replace(config, recovery=config.recovery.with_settings({"training.epochs": epochs}), fine_tunes=True)
     root = Node(DENSE, None, (), ())
     nodes = {DENSE: root}
@@ -101,14 +100,6 @@ def _require_enough(chains: dict[Chain, tuple[Kind, ...]], config: CollectConfig
         raise PredictError(
             f"no predictor could be fitted: with removal {config.removal!r} this model gives {samples} samples, of the "
             f"chains {', '.join(chains) or 'none'}, but {FEWEST} of both kinds are needed; try --removal calibrated"
-        )
-
-
-def _require_alone(config: RecoverConfig, place: Workplace) -> None:
-    if start(config.training.precision, place.device).num_processes > 1:
-        raise TrainError(
-            "samples are collected by processes that do not know each other; start the same command several times, "
-            "each with its own --device, instead of torchrun or accelerate"
         )
 
 

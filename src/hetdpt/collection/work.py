@@ -16,11 +16,11 @@ import torch
 from torch import nn
 
 from hetdpt.adapters.preprocessing import preprocessing_of
-from hetdpt.claims import Claim, holder
+from hetdpt.claims import Claim, work
 from hetdpt.collection.tree import DENSE, LETTERS, Node, chain_of
 from hetdpt.data.sources import Data
 from hetdpt.data.unlabelled import ImageBatches
-from hetdpt.errors import FileError, PredictError, first_line
+from hetdpt.errors import FileError, PredictError, TrainError, first_line
 from hetdpt.export.saved import RECIPE, load, save
 from hetdpt.files import written
 from hetdpt.measurement.accuracy import evaluate
@@ -32,11 +32,11 @@ from hetdpt.predictor.rows import SAMPLES_FILE, write_rows
 from hetdpt.predictor.samples import CHAINS, CollectConfig, Pick, Step, fine_tune, prune_next
 from hetdpt.runs import CHECKPOINTS, METRICS, Checkpoints, Metrics
 from hetdpt.surgery import merge_
+from hetdpt.training.processes import start
 from hetdpt.training.trainer import Progress
 
 SAMPLES, RECHECK, STEPS, CLAIMS = "samples", "recheck", "steps", "claims"
 START, LAST, PICKS = "start", "last", "picks.json"
-WAIT = 1.0  # seconds between two looks at what others do
 TIMING_SECONDS = 10.0
 StageProgress = Callable[[str, int, int], None]
 """Called with what is being done and (steps done, in all)."""
@@ -67,6 +67,18 @@ class Workplace:
     def stage(self, name: str) -> Callable[[int, int], None] | None:
         return partial(self.progress, name) if self.progress else None
 
+    def watcher(self, name: str) -> Callable[[Progress], None]:
+        """Return what is to be told of every update of a training."""
+        return partial(_tell, self.stage(name))
+
+    def require_alone(self, precision: str, work: str) -> None:
+        """Raise ``TrainError`` where this process is one of a group that torchrun started; ``work`` is what is done."""
+        if start(precision, self.device).num_processes > 1:
+            raise TrainError(
+                f"{work} by processes that do not know each other; start the same command several times, each with its "
+                "own --device, instead of torchrun or accelerate"
+            )
+
 
 @dataclass(frozen=True)
 class Job:
@@ -83,47 +95,25 @@ class Job:
 
     def work(self, wanted: Iterable[Node]) -> Iterator[Done]:
         """Take the steps of ``wanted`` that nobody works on, one after another, until all are done."""
-        left, own = list(wanted), set[str]()
-        while left:
-            for node in list(left):
-                if step := self.step(node):
-                    left.remove(node)
-                    yield Done(node, step, node.key in own)
-            if found := self._next(left):
-                node, claim = found
-                with claim:
-                    if self.step(node) is None:  # not done since we looked
-                        self._take(node, claim)
-                        own.add(node.key)
-            elif left:
-                self._wait(left)
+        for found in work(self.directory / CLAIMS, wanted, self):
+            yield Done(*found)
         self._tidy()  # also what a kill after the last step has left
 
-    def step(self, node: Node) -> Step | None:
+    def result(self, node: Node) -> Step | None:
         """Return what ``node`` came to if it is done."""
         file = self._file(node)
         return _read_step(file) if file.is_file() else None
 
-    def _next(self, left: list[Node]) -> tuple[Node, Claim] | None:
-        """Return a step that can be taken, claimed for this process; None where there is none to be had."""
-        for node in left:
-            if self._can_begin(node) and (claim := Claim.take(self.directory / CLAIMS, self._name(node))):
-                return node, claim
-        return None
-
-    def _can_begin(self, node: Node) -> bool:
+    def can_begin(self, node: Node) -> bool:
         if node.parent is None:
             return True
-        return self._has_dense if node.parent == DENSE else self.step(self.tree[node.parent]) is not None
+        return self._has_dense if node.parent == DENSE else self.result(self.tree[node.parent]) is not None
 
-    def _wait(self, left: list[Node]) -> None:
-        others = (holder(self.directory / CLAIMS, self._name(node)) for node in left)
-        who = next((other for other in others if other), "another process")
+    def wait(self, who: str) -> None:
         if self.place.progress:
             self.place.progress(f"waiting for {who}", 0, 0)
-        time.sleep(WAIT)
 
-    def _take(self, node: Node, claim: Claim) -> None:
+    def take(self, node: Node, claim: Claim) -> None:
         """Do what ``node`` is about, and write what it came to."""
         begun = time.monotonic()
         self._clear(node)
@@ -179,7 +169,7 @@ class Job:
         folder, place = self._folder(node), self.place
         student = load(folder / START).to(self._device)
         metrics = Metrics(folder / METRICS)
-        keeper = _Claimed(Checkpoints(folder / CHECKPOINTS, place.minutes), claim)
+        keeper = Claimed(Checkpoints(folder / CHECKPOINTS, place.minutes), claim)
         epochs = fine_tune(
             student,
             self.model,
@@ -188,7 +178,7 @@ class Job:
             device=place.device,
             workers=place.workers,
             keeper=keeper,
-            watch=partial(_tell, place.stage(f"{node.key}: fine-tuning")),
+            watch=place.watcher(f"{node.key}: fine-tuning"),
         )
         for number, accuracy in epochs:
             metrics.write("epoch", update=number, accuracy=accuracy)
@@ -242,18 +232,18 @@ class Job:
             raise FileError(f"the model of the step {key} is gone; remove {self._file(node)} to take that step again")
         return load(model).to(self._device)
 
-    def _name(self, node: Node) -> str:
+    def name(self, node: Node) -> str:
         return f"{self.results}-{node.key}"
 
     def _folder(self, node: Node) -> Path:
-        return self.directory / STEPS / self._name(node)
+        return self.directory / STEPS / self.name(node)
 
     def _file(self, node: Node) -> Path:
         return self.directory / self.results / f"{node.key}.json"
 
 
 @dataclass(frozen=True)
-class _Claimed:
+class Claimed:
     """Keeps the states of a step that this process has claimed; it stops where another one has taken over."""
 
     checkpoints: Checkpoints

@@ -24,6 +24,8 @@ from hetdpt.modules import evaluating, memory_advice
 
 Z = 1.959964  # of a 95 % interval
 BATCH = 64
+Each = Callable[[Tensor, Tensor], None]
+"""Called with indices of images (B,), -1 in a stream of shards, and whether the model gets each right (B,)."""
 
 
 @dataclass(frozen=True)
@@ -72,9 +74,15 @@ def wilson_interval(right: float, count: float) -> tuple[float, float]:
 
 @torch.no_grad()
 def measure_accuracy(
-    model: nn.Module, batches: EvaluationBatches, progress: Callable[[int, int], None] | None = None
+    model: nn.Module,
+    batches: EvaluationBatches,
+    progress: Callable[[int, int], None] | None = None,
+    each: Each | None = None,
 ) -> Scores:
-    """Return the scores of ``model`` on all images of ``batches``, summed over all processes."""
+    """Return the scores of ``model`` on all images of ``batches``, summed over all processes.
+
+    ``each`` is told of every image that this process has read.
+    """
     weight = next(model.parameters())  # images go where it is, in its dtype
     sums = torch.zeros(4, dtype=torch.float64)
     unreadable: list[str] = []
@@ -82,7 +90,11 @@ def measure_accuracy(
         for number, batch in enumerate(batches, 1):
             with memory_advice(f"{len(batch.images)} images at once do not fit in memory; lower --batch-size"):
                 logits = logits_of(model(batch.images.to(weight))).float()
-            sums += _count(logits, batch.targets.to(weight.device)).cpu().double()
+            is_read = batch.targets >= 0
+            hits, loss = _compare(logits[is_read], batch.targets[is_read].to(weight.device))
+            sums += torch.stack([hits[:, 0].sum(), hits.sum(), loss, loss.new_tensor(len(hits))]).cpu().double()
+            if each is not None:
+                each(batch.indices[is_read], hits[:, 0].cpu())
             unreadable += batch.unreadable
             if progress is not None:
                 progress(number, len(batches))
@@ -102,10 +114,12 @@ def evaluate(
     batch_size: int = BATCH,
     workers: int = 0,
     progress: Callable[[int, int], None] | None = None,
+    each: Each | None = None,
 ) -> Scores:
     """Return the scores of ``model`` on the validation images of ``data``, prepared as the model wants them.
 
     ``data`` is a folder, a name such as ``torch/cifar100``, or ``demo``; ``fraction`` or ``per_class`` take a part.
+    ``each`` is told which images the model gets right.
 
     >>> import timm
     >>> model = timm.create_model("vit_tiny_patch16_224", img_size=16, patch_size=4, depth=1, num_classes=10)
@@ -121,16 +135,13 @@ def evaluate(
         source = subset(source, fraction=fraction, per_class=per_class)
     share = Share(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else Share()
     batches = EvaluationBatches(source, preprocessing_of(model), batch_size=batch_size, share=share, workers=workers)
-    return measure_accuracy(model, batches, progress)
+    return measure_accuracy(model, batches, progress, each)
 
 
-def _count(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return (right at first, right among five, cross-entropy, images), leaving out targets of -1."""
-    logits, targets = logits[targets >= 0], targets[targets >= 0]
+def _compare(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Return whether each of the five best classes is the right one (B, 5), and the sum of the cross-entropies."""
     best = logits.topk(min(5, logits.shape[1]), dim=1).indices  # (B, 5)
-    hits = best == targets[:, None]
-    loss = F.cross_entropy(logits, targets, reduction="sum")
-    return torch.stack([hits[:, 0].sum(), hits.sum(), loss, loss.new_tensor(len(targets))])
+    return best == targets[:, None], F.cross_entropy(logits, targets, reduction="sum")
 
 
 def _sum_over_processes(sums: Tensor, names: list[str], device: torch.device) -> tuple[Tensor, list[str]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -13,7 +13,7 @@ from hetdpt.errors import FileError
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from hetdpt.insight import Row, ScanTable
+    from hetdpt.insight.scan import Row, ScanTable
     from hetdpt.plan import Site
 
 SUFFIXES = (".png", ".svg")
@@ -76,14 +76,14 @@ def draw(table: ScanTable, path: Path) -> None:
         if kind in kinds:
             _draw_damage(panel, table, kind)
         else:
-            _say(panel, f"no {kind} site")
+            say(panel, f"no {kind} site")
     _draw_entropy(panels[1, 0], table)
     if is_timed:
         _draw_savings(panels[1, 1], table)
     else:
-        _say(panels[1, 1], "not timed")
+        say(panels[1, 1], "not timed")
     for panel in panels.flat:
-        _finish(panel, blocks)
+        finish(panel, blocks)
     figure.savefig(path, dpi=150, format=path.suffix[1:].lower())
 
 
@@ -93,20 +93,22 @@ def _draw_damage(panel: Axes, table: ScanTable, kind: str) -> None:
     for style in _styles(rows):
         chosen = [row for row in rows if row.style == style]
         _line(panel, chosen, lambda row: min(max(row.damage, least), most), style)
-    _level(panel, table.uninformed, "-", "an answer that ignores the image")
-    _level(panel, table.limit, "--", "limit of replacement")
+    draw_level(panel, table.uninformed, "-", "an answer that ignores the image")
+    draw_level(panel, table.limit, "--", "limit of replacement")
     _mark(panel, [site for site in table.irreplaceable if site.kind == kind])
-    _to_logarithm(panel)
+    to_logarithm(panel)
     panel.set_title(f"{TITLES[kind]}: damage on {table.judged_on} images")
     panel.set_ylabel("KL to dense [nats]" if table.is_classifier else "error of features [part of their size]")
 
 
-def _to_logarithm(panel: Axes) -> None:
+def to_logarithm(panel: Axes) -> None:
+    """Make the axis of values logarithmic, with plain numbers on it."""
     panel.set_yscale("log")
     panel.yaxis.set_major_formatter("{x:g}")
 
 
-def _level(panel: Axes, value: float, dashes: str, text: str) -> None:
+def draw_level(panel: Axes, value: float, dashes: str, text: str) -> None:
+    """Draw a line at one value, with words on it."""
     panel.axhline(value, color="#000000", linewidth=1.0, linestyle=dashes, zorder=1)
     place: Any = {"xytext": (-3, 2), "textcoords": "offset points", "xycoords": panel.get_yaxis_transform()}
     panel.annotate(text, (1, value), ha="right", va="bottom", fontsize="x-small", zorder=1, **place)
@@ -127,7 +129,7 @@ def _draw_entropy(panel: Axes, table: ScanTable) -> None:
     for style in shown or _styles(rows):
         chosen = [row for row in rows if row.style == style]
         _line(panel, chosen, lambda row: max(row.te, least), style, f"{_short(chosen)} {style}")
-    _to_logarithm(panel)
+    to_logarithm(panel)
     panel.set_title("transfer entropy of the removal, from the logits")
     panel.set_ylabel("|H(dense) - H(removed)| [nats]")
 
@@ -147,10 +149,14 @@ def _draw_savings(panel: Axes, table: ScanTable) -> None:
 
 
 def _line(panel: Axes, rows: list[Row], value: Callable[[Row], float], style: str, label: str | None = None) -> None:
+    draw_line(panel, [row.site.block for row in rows], [value(row) for row in rows], style, label or style)
+
+
+def draw_line(panel: Axes, places: Sequence[int], values: Sequence[float], style: str, label: str) -> None:
+    """Draw ``values`` in the look of ``style``."""
     look = LOOKS[style]
-    places, values = [row.site.block for row in rows], [value(row) for row in rows]
     looks: Any = {"color": look.colour, "marker": look.marker, "markersize": 5, "linewidth": 1.0}
-    panel.plot(places, values, label=label or style, **looks)
+    panel.plot(places, values, label=label, **looks)
 
 
 def _styles(rows: Any) -> list[str]:
@@ -163,15 +169,17 @@ def _short(rows: list[Row]) -> str:
     return "attention:" if rows and rows[0].site.kind == "attention" else "FFN:"
 
 
-def _say(panel: Axes, text: str) -> None:
+def say(panel: Axes, text: str) -> None:
+    """Write ``text`` in the middle of an empty panel."""
     panel.text(0.5, 0.5, text, transform=panel.transAxes, ha="center", va="center")
 
 
-def _finish(panel: Axes, blocks: int) -> None:
-    step = -(-blocks // 20)
-    panel.set_xticks(range(0, blocks, step))
-    panel.set_xlim(-0.6, blocks - 0.4)
-    panel.set_xlabel("block")
+def finish(panel: Axes, places: int, label: str = "block") -> None:
+    """Give a panel its axis of ``places`` along the bottom, its grid and its legend."""
+    step = -(-places // 20)
+    panel.set_xticks(range(0, places, step))
+    panel.set_xlim(-0.6, places - 0.4)
+    panel.set_xlabel(label)
     panel.tick_params(labelbottom=True)
     panel.grid(axis="y", color="#DDDDDD", linewidth=0.6)
     for side in ("top", "right"):

@@ -124,3 +124,5 @@ class Search:
         self.tried = dict(zip(sites, state["tried"], strict=True))
         for picked in self.gone:
             self.gates[picked.site].is_open = False
+            if self.watch is not None:
+                self.watch(picked)

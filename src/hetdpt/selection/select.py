@@ -69,8 +69,9 @@ class SelectConfig:
     search it is also what gates have on their other side; ``plain`` is the paper's."""
     images: int = 256
     """Training images on which replacements are fitted and transfer entropy and damage are measured."""
-    candidates: Literal["te", "all"] = "te"
-    """Which layers are searched: of each kind twice as many as go, those of the least transfer entropy; or all."""
+    candidates: Literal["all", "te"] = "all"
+    """Which layers are searched: all, or, as in the paper, of each kind twice as many as go, those of the least
+    transfer entropy."""
     explores: bool = True
     """Whether the search tries each candidate closed before one goes (``importance``); the paper's does not."""
 
@@ -78,7 +79,7 @@ class SelectConfig:
         if self.images < 2:
             raise PlanError(f"layers are chosen by comparing images; 2 or more are needed, not {self.images}")
         if self.candidates not in ("te", "all"):
-            raise PlanError(f"candidates are 'te' or 'all', not {self.candidates!r}")
+            raise PlanError(f"candidates are 'all' or 'te', not {self.candidates!r}")
         Plan(removal=self.removal)  # refuses what is none
 
 
@@ -90,6 +91,8 @@ class _Task:
     data: Data
     kinds: tuple[Kind | None, ...]
     """Of each layer that goes, in order; None for any."""
+    offered: list[Site]
+    """That can go."""
     config: SelectConfig
     images: ImageBatches
     device: str | None
@@ -133,8 +136,9 @@ def select(
     images = _images(model, opened, config, workers)
     base = ready_for(next(checked(images, model, PURPOSE)), model, config.removal)
     kinds = kinds_of(row, budget)
-    require_offered(removable(base), kinds)
-    task = _Task(model, opened, kinds, config, images, device, workers, keeper, watch, progress)
+    offered = removable(base)
+    require_offered(offered, kinds)
+    task = _Task(model, opened, kinds, offered, config, images, device, workers, keeper, watch, progress)
     sites = SCORES[row.score](task)
     attention, activation = (tuple(site.block for site in sites if site.kind == kind) for kind in KINDS)
     return Plan(attention, activation, config.removal, known(base).survey.anatomy)
@@ -176,8 +180,7 @@ def _by_damage(task: _Task) -> list[Site]:
     assert task.data.train is not None
     has_more = len(task.data.train) > task.images.count
     judge = _images(task.model, task.data, task.config, task.workers, task.images.count) if has_more else None
-    base = ready_for(next(checked(task.images, task.model, PURPOSE)), task.model, task.config.removal)
-    gains = {site: 1.0 for site in removable(base) if task.kinds[0] in (None, site.kind)}
+    gains = {site: 1.0 for site in task.offered if task.kinds[0] in (None, site.kind)}
     choices = choose(
         task.model,
         task.images,
@@ -193,14 +196,13 @@ def _by_damage(task: _Task) -> list[Site]:
 
 
 def _at_random(task: _Task) -> list[Site]:
-    base = ready_for(next(checked(task.images, task.model, PURPOSE)), task.model, task.config.removal)
-    left, found = removable(base), list[Site]()
+    left, found = list(task.offered), list[Site]()
     draw = np.random.default_rng(task.config.search.training.seed)
     for kind in task.kinds:
         offered = [site for site in left if kind in (None, site.kind)]
         found.append(offered[draw.integers(len(offered))])
         left.remove(found[-1])
-    _tell(task, [(site, float("nan")) for site in found])
+    _tell(task, [(site, 0.0) for site in found])
     return found
 
 
@@ -237,20 +239,18 @@ def _by_importance(task: _Task) -> list[Site]:
 
 
 def _candidates(task: _Task) -> list[Site]:
-    """Return the sites that a search is about: where kinds are not compared, twice as many of each as go."""
-    base = ready_for(next(checked(task.images, task.model, PURPOSE)), task.model, task.config.removal)
-    offered = removable(base)
+    """Return the sites that a search is about."""
     if None in task.kinds or task.config.candidates == "all":
-        return [site for site in offered if None in task.kinds or site.kind in task.kinds]
+        return [site for site in task.offered if None in task.kinds or site.kind in task.kinds]
     te = transfer_entropy(
-        task.model, task.images, sites=offered, removal=task.config.removal, progress=task.stage("candidates")
+        task.model, task.images, sites=task.offered, removal=task.config.removal, progress=task.stage("candidates")
     )
     chosen = [
         site
         for kind in KINDS
         for site in sorted((s for s in te if s.kind == kind), key=te.__getitem__)[: POOL * task.kinds.count(kind)]
     ]
-    return [site for site in offered if site in chosen]
+    return [site for site in task.offered if site in chosen]
 
 
 def _refit(student: nn.Module, plan: Plan, images: Iterable[Tensor]) -> None:

@@ -226,7 +226,8 @@ class Trainer:
             while self.at.epoch < self.config.epochs:
                 if self.at.step < self.steps:
                     self._run_epoch()
-                self._tell_companion()
+                if self.at.epoch + 1 == self.config.epochs:
+                    self._tell_companion()
                 yield self._report(self.at.epoch + 1)
                 self.at = _Position(epoch=self.at.epoch + 1, best=self.at.best)
                 self._loss_sum.zero_()

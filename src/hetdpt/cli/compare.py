@@ -1,0 +1,222 @@
+"""The command compare: every method chooses layers, all get the same fine-tuning."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from hetdpt.cli.options import (
+    Batch,
+    BatchSize,
+    Classes,
+    DataName,
+    DataRoot,
+    Device,
+    Download,
+    Epochs,
+    Fraction,
+    ImgSize,
+    Json,
+    Lr,
+    Minutes,
+    Model,
+    PerClass,
+    Precision,
+    Pretrained,
+    Quiet,
+    RecipeName,
+    Seed,
+    Settings,
+    Weights,
+    Workers,
+    config_of,
+    given_settings,
+    read_removal,
+    samples_file,
+    workers_of,
+)
+from hetdpt.cli.select import Candidates, Explore
+from hetdpt.cli.show import note_random_weights, print_, print_json, stages, table
+from hetdpt.errors import PlanError, PredictError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from hetdpt.collection.work import Done as Sampled
+    from hetdpt.predictor.polynomial import Row
+    from hetdpt.studies.compare_work import Done
+    from hetdpt.studies.comparison import Comparison, Difference
+
+TABLE, FIGURE = "results.csv", "comparison.png"
+ALL = "all"
+COMMON = ("training.batch_size", "training.precision", "training.seed", "fraction", "per_class", "augmentation.")
+"""Beginnings of the settings that hold for searches and samples too, as they are about images, not about epochs."""
+
+
+def compare(
+    context: typer.Context,
+    model: Model,
+    data: DataName,
+    out: Annotated[
+        Path, typer.Option(help="Run directory; processes that share it share the work, kills lose little.")
+    ],
+    layers: Annotated[str, typer.Option(help="How many layers go, such as 2,4,6.")],
+    methods: Annotated[str, typer.Option(help="all, or names such as hetdpt,random.")] = ALL,
+    seeds: Annotated[int, typer.Option(min=1, help="How often everything is done, each time with another seed.")] = 1,
+    samples: Annotated[
+        Path | None,
+        typer.Option(help="A CSV of samples, or a directory of hetdpt collect, to split budgets by; else collected."),
+    ] = None,
+    removal: Annotated[str | None, typer.Option(help="plain, calibrated, ...; by default as the recipe says.")] = None,
+    images: Annotated[int, typer.Option(min=2, help="Training images to choose layers and fit replacements on.")] = 256,
+    candidates: Candidates = "all",
+    explore: Explore = True,
+    weights: Weights = None,
+    pretrained: Pretrained = False,
+    num_classes: Classes = None,
+    img_size: ImgSize = None,
+    data_root: DataRoot = None,
+    download: Download = False,
+    recipe: RecipeName = "quick",
+    search_recipe: Annotated[
+        str, typer.Option(help="Settings of the search for importances; hetdpt recipes lists them.")
+    ] = "search",
+    search_settings: Annotated[
+        list[str] | None, typer.Option("--search-set", help="As --set, for the search; may be repeated.")
+    ] = None,
+    epochs: Epochs = None,
+    batch_size: BatchSize = None,
+    lr: Lr = None,
+    fraction: Fraction = None,
+    per_class: PerClass = None,
+    precision: Precision = None,
+    seed: Seed = None,
+    settings: Settings = None,
+    batch: Batch = None,
+    workers: Workers = None,
+    device: Device = None,
+    minutes: Minutes = 10.0,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Compare methods: each chooses layers for every budget, all get the same fine-tuning; a table and a figure."""
+    from hetdpt.collection.work import Workplace
+    from hetdpt.data.sources import open_data
+    from hetdpt.export.saved import open_model
+    from hetdpt.predictor.samples import CollectConfig
+    from hetdpt.randomness import seeded
+    from hetdpt.recipes import recipe as recipe_called
+    from hetdpt.report.comparison import draw, write_csv
+    from hetdpt.selection.methods import METHODS
+    from hetdpt.selection.select import SelectConfig
+    from hetdpt.studies.compare import CompareConfig, compare_into
+    from hetdpt.studies.compare_work import PLANS
+    from hetdpt.studies.comparison import RESULTS, Comparison
+
+    given, style = given_settings(context), read_removal(removal or recipe_called(recipe).removal)
+    common = {name: value for name, value in given.items() if name.startswith(COMMON)}
+    more = [setting for setting in settings or () if setting.startswith(COMMON)]
+    config = CompareConfig(
+        layers=_read_layers(layers),
+        methods=tuple(METHODS) if methods == ALL else tuple(name.strip() for name in methods.split(",")),
+        seeds=seeds,
+        selection=SelectConfig(
+            search=config_of(search_recipe, common, [*more, *(search_settings or ())]),
+            removal=style,
+            images=images,
+            candidates=candidates,  # type: ignore[arg-type]
+            explores=explore,
+        ),
+        recovery=config_of(recipe, given, settings),
+        collection=CollectConfig(recovery=config_of("brief", common, more), removal=style, images=images),
+    )
+    opened = open_data(data, root=data_root, download=download)
+    with seeded(config.recovery.training.seed):  # random weights too are the same in all processes
+        network = open_model(model, weights=weights, pretrained=pretrained, num_classes=num_classes, img_size=img_size)
+    with stages(quiet or as_json) as (move, say):
+        place = Workplace(device=device, workers=workers_of(workers), minutes=minutes, batch=batch, progress=move)
+        for done in compare_into(out, network, opened, config, place, samples=_read_samples(samples, network)):
+            if not as_json:
+                say(_line(done))
+    found = Comparison.read(out)
+    write_csv(found, out / TABLE)
+    draw(found, out / FIGURE)
+    if as_json:
+        return print_json(directory=str(out), **found.to_dict())
+    _print(found)
+    note_random_weights(model, weights, pretrained)
+    typer.echo(f"written to {out}: {RESULTS}, {TABLE}, {FIGURE}; the layers are in {out / PLANS}")
+
+
+def _read_layers(text: str) -> tuple[int, ...]:
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() for part in parts):
+        raise PlanError(f"--layers takes how many layers go, such as 2,4,6, not {text!r}")
+    return tuple(map(int, parts))
+
+
+def _read_samples(samples: Path | None, network: nn.Module) -> list[Row] | None:
+    """Return the samples in a file or a directory of hetdpt collect; what is of another model is refused."""
+    from hetdpt.collection.collect import read_run
+    from hetdpt.predictor.rows import read_rows
+    from hetdpt.surgery import survey_of
+
+    if samples is None:
+        return None
+    blocks = survey_of(network).anatomy.blocks
+    sampled = read_run(samples).get("blocks") if samples.is_dir() else blocks
+    if blocks != sampled:
+        raise PredictError(
+            f"{samples} was collected from a model with {sampled} blocks, but this one has {blocks}; give its samples"
+        )
+    return [*read_rows(samples_file(samples))]
+
+
+def _line(done: Done | Sampled) -> str:
+    from hetdpt.collection.work import Done as Sampled
+    from hetdpt.studies.compare_work import Chosen, Timed
+
+    by = "" if done.is_own else " (done before, or by another process)"
+    if isinstance(done, Sampled):
+        budget = done.step.budget
+        return f"sample {budget.attention}+{budget.activation}: {done.step.accuracy:.2f} % of images held out{by}"
+    cell, outcome = done.task.cell, done.outcome
+    about = f"{cell.layers} layers, {cell.method}, seed {cell.seed}" if cell else "dense"
+    if isinstance(outcome, Timed):
+        return f"timed: {len(outcome.plans)} models on {outcome.measured}{by}"
+    if isinstance(outcome, Chosen):
+        plan = outcome.plan
+        return f"{about}: attention {_blocks(plan.attention)}, activation {_blocks(plan.activation)} go{by}"
+    if cell is None:
+        return f"{about}: accuracy {outcome.accuracy:.2f} %{by}"
+    if outcome.method != cell.method:
+        by = f" (the model of {outcome.method}, which chose the same)"
+    return f"{about}: {outcome.start:.2f} -> {outcome.accuracy:.2f} %{by}"
+
+
+def _blocks(blocks: tuple[int, ...]) -> str:
+    return " ".join(map(str, blocks)) or "none"
+
+
+def _print(found: Comparison) -> None:
+    dense = found.dense
+    typer.echo(
+        f"dense: accuracy {dense.accuracy:.2f} % of {dense.images} images, {dense.macs / 1e9:.3g} G MACs, "
+        f"{dense.throughput:.4g} img/s ({found.measured})"
+    )
+    columns = ("split", "before", "accuracy", "spread", f"to {found.first} [95 %]", "speedup", "MACs", "seconds")
+    rows = table("same fine-tuning for all", "layers", "method", *columns)
+    for one in found.summaries:
+        spread = f"{one.spread:.2f}" if one.spread is not None else "-"
+        numbers = f"{one.start:.2f}", f"{one.accuracy:.2f}", spread, _spell(one.difference)
+        costs = f"{one.speedup:.3f}x", f"{100 * one.macs:.0f} %", f"{one.seconds:.0f}"
+        rows.add_row(str(one.layers), one.method, ", ".join(one.splits), *numbers, *costs)
+    print_(rows)
+    for warning in found.warnings:
+        typer.echo(f"warning: {warning}", err=True)
+
+
+def _spell(difference: Difference | None) -> str:
+    return f"{difference.value:+.2f} [{difference.low:+.2f}, {difference.high:+.2f}]" if difference else "-"

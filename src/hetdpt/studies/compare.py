@@ -1,0 +1,245 @@
+"""A comparison of methods: each chooses layers, all get the same fine-tuning (paper, Fig. 7 and its ablations).
+
+A run directory that processes of one or several machines fill together:
+
+run.json        what was asked for; more layers, methods and seeds may come later
+samples/        a directory of hetdpt collect, for the methods whose budget is split by the predictor
+plans/          the layers that each method chose, and by what scores
+models/         a fine-tuning for each plan and seed: its numbers, and which images its model gets right
+dense.json      the same of the dense model
+speed.json      how fast the models are, measured when all else is done
+results.json    all of it, and what it sums up to
+searches/       checkpoints of searches that are not done
+claims/         who works on what
+
+The validation images decide nothing: layers are chosen on training images, and an accuracy is that of the last epoch,
+not of the best. Where samples are collected here, they are measured on a fifth of the training images, held out for it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from hetdpt.collection.collect import collect_into
+from hetdpt.collection.work import Done as Sampled
+from hetdpt.collection.work import Workplace
+from hetdpt.data.sources import Data, open_data
+from hetdpt.data.streams import Stream
+from hetdpt.data.subset import Subset, balanced_order
+from hetdpt.errors import DataError, PlanError, PredictError
+from hetdpt.modules import digest, find_device
+from hetdpt.plan import Budget, Sample
+from hetdpt.predictor.allocate import Allocation, allocate
+from hetdpt.predictor.polynomial import Row, fit_predictor
+from hetdpt.predictor.pricing import measure_prices
+from hetdpt.predictor.samples import CollectConfig
+from hetdpt.recovery import RecoverConfig
+from hetdpt.runs import share
+from hetdpt.selection.methods import METHODS, method_called
+from hetdpt.selection.select import SelectConfig
+from hetdpt.studies.compare_work import Cell, Done, Job, plan_key, write_values
+from hetdpt.studies.comparison import RESULTS, Comparison, Dense, summarise
+from hetdpt.studies.comparison import Row as Compared
+from hetdpt.surgery import known, ready, removable
+
+SAMPLES = "samples"
+GIVEN = (
+    "samples of accuracy were given; where those were measured on the validation images, the splits by the predictor "
+    "have seen the images that accuracies are reported on"
+)
+HELD_OUT = 5  # the part of training images that is held out is one in so many
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompareConfig:
+    """What is compared, and how."""
+
+    layers: tuple[int, ...]
+    """How many layers go: every method chooses for each of these."""
+    methods: tuple[str, ...] = tuple(METHODS)
+    """Names from ``METHODS``."""
+    seeds: int = 1
+    """How many; the first is that of ``recovery``, the others follow it. A seed is that of a choice and of the
+    fine-tuning after it. The predictor's split is the same for all."""
+    selection: SelectConfig
+    """How layers are chosen."""
+    recovery: RecoverConfig
+    """The fine-tuning, the same for all."""
+    collection: CollectConfig | None = None
+    """How accuracy is sampled for the methods whose budget the predictor splits; None where samples are given."""
+
+    def __post_init__(self) -> None:
+        if not self.layers or len(set(self.layers)) < len(self.layers) or min(self.layers) < 1:
+            raise PlanError(f"layers are {self.layers}; one number or more from 1 on, each once, was expected")
+        if not self.methods or len(set(self.methods)) < len(self.methods):
+            raise PlanError(f"methods are {self.methods}; one or more, each once, was expected")
+        for method in self.methods:
+            method_called(method)
+        if self.seeds < 1:
+            raise PlanError(f"seeds is {self.seeds}; 1 or more was expected")
+        if self.collection is not None and self.collection.removal != self.selection.removal:
+            raise PlanError(
+                f"accuracy would be sampled with removal {self.collection.removal!r}, but layers are to go with "
+                f"{self.selection.removal!r}; use the same for both"
+            )
+
+    def cells(self, offered: Budget) -> tuple[Cell, ...]:
+        """Return what can be compared in a model that offers so many layers of each kind."""
+        first = self.recovery.training.seed
+        return tuple(
+            Cell(layers, method, seed)
+            for seed in range(first, first + self.seeds)
+            for layers in self.layers
+            for method in self.methods
+            if layers <= _most(method, offered)
+        )
+
+
+def compare_into(
+    directory: str | Path,
+    model: nn.Module,
+    data: str | Data,
+    config: CompareConfig,
+    place: Workplace | None = None,
+    *,
+    samples: Sequence[Row] | None = None,
+) -> Iterator[Done | Sampled]:
+    """Let every method choose layers of ``model``, fine-tune all of them alike, and yield every task once on disk.
+
+    Called again it goes on where it was killed; with more layers, methods or seeds it adds to what is there. Called by
+    several processes, with one ``directory`` that all of them see, each takes the next task that nobody works on.
+    Methods that come to the same layers share one fine-tuning. What it all came to is ``Comparison.read(directory)``.
+
+    ``samples`` of accuracy decide how the predictor splits budgets. Without them they are collected first, measured on
+    a part of the training images that is held out, so that the validation images decide nothing.
+    """
+    directory, place = Path(directory), place or Workplace()
+    place.require_alone(config.recovery.training.precision, "methods are compared")
+    opened = data if isinstance(data, Data) else open_data(data)
+    dense = ready(model, config.selection.removal)  # knows its sites, which are then looked for but once
+    kinds = [site.kind for site in removable(dense)]
+    offered = Budget(kinds.count("attention"), kinds.count("activation"))
+    cells = config.cells(offered)
+    _require_some(cells, config, offered)
+    is_split, sampled = any(_is_split(cell.method) for cell in cells), list(samples or ())
+    held = hold_out(opened) if is_split and samples is None else None
+    if held and config.collection is None:
+        raise PredictError("hetdpt and map+te split a budget by samples of accuracy; give samples, or how to collect")
+    share(directory, _asked(model, opened, config, samples))
+    dense.to(find_device(place.device))
+    if held and config.collection:
+        for step in collect_into(directory / SAMPLES, dense, held, config.collection, place):
+            sampled.append(step.step.sample)
+            yield step
+    splits = _splits(sampled, dense, config, offered) if is_split else {}
+    job = Job(directory, dense, opened, config.selection, config.recovery, place, cells, splits)
+    yield from job.work()
+    notes = [*_missing(config, offered), *([GIVEN] if is_split and samples is not None else ())]
+    write_values(directory / RESULTS, _compared(job, notes).to_dict())
+
+
+def _splits(samples: Sequence[Row], dense: nn.Module, config: CompareConfig, offered: Budget) -> dict[int, Allocation]:
+    """Return how the predictor splits each number of layers of the model ``dense``, which is ``ready``."""
+    blocks, removal = known(dense).survey.anatomy.blocks, config.selection.removal
+    is_usual = offered == Budget(blocks, blocks)  # then nobody has to be told what there is
+    prices = None if is_usual else measure_prices(dense, removal=removal, latency=False)
+    predictor = fit_predictor(samples, blocks)
+    return {layers: allocate(predictor, layers=layers, prices=prices) for layers in config.layers}
+
+
+def hold_out(data: Data) -> Data:
+    """Return ``data`` with a fifth of its training images, of each class, as the images to measure on.
+
+    Of a class of several images one at least is held out, and one stays.
+
+    >>> data = hold_out(open_data("demo"))
+    >>> len(data.train), len(data.val), len(open_data("demo").train)
+    (1150, 287, 1437)
+    """
+    if data.train is None or isinstance(data.train, Stream):
+        raise DataError(
+            "samples of accuracy are measured on training images that are held out, which cannot be taken from a "
+            "stream of shards; collect samples beforehand, and give --samples"
+        )
+    labels = data.train.targets()
+    left = {label: max(round(count / HELD_OUT), 1) if count > 1 else 0 for label, count in Counter(labels).items()}
+    held: set[int] = set()
+    for index in balanced_order(labels, seed=0):
+        if left[labels[index]]:
+            left[labels[index]] -= 1
+            held.add(index)
+    kept = tuple(index for index in range(len(labels)) if index not in held)
+    name = f"{data.name} without val, a fifth of train held out"
+    return replace(data, name=name, train=Subset(data.train, kept), val=Subset(data.train, tuple(sorted(held))))
+
+
+def _is_split(method: str) -> bool:
+    """Whether the predictor splits the budget of ``method``."""
+    return method_called(method).split == "map"
+
+
+def _most(method: str, offered: Budget) -> int:
+    """Return how many layers ``method`` can take."""
+    counts = asdict(offered)
+    only = method_called(method).only
+    return counts[only] if only else sum(counts.values())
+
+
+def _require_some(cells: Sequence[Cell], config: CompareConfig, offered: Budget) -> None:
+    for layers in config.layers:
+        if not any(cell.layers == layers for cell in cells):
+            raise PlanError(
+                f"{layers} layers are to go, but this model has {offered.attention} attention and "
+                f"{offered.activation} activation layers that can go with removal {config.selection.removal!r}; "
+                "ask for fewer"
+            )
+
+
+def _asked(model: nn.Module, data: Data, config: CompareConfig, samples: Sequence[Row] | None) -> dict[str, Any]:
+    """Return all that decides what a row is, as plain JSON; which rows there are to be does not."""
+    settings = asdict(config)
+    del settings["layers"], settings["methods"], settings["seeds"]
+    return {
+        "model": digest(model),
+        "data": data.name,
+        "classes": data.num_classes,
+        "images": [len(split) if split is not None else None for split in (data.train, data.val)],
+        "config": settings,
+        "samples": [asdict(row) if isinstance(row, Sample) else list(row) for row in samples] if samples else None,
+    }
+
+
+def _missing(config: CompareConfig, offered: Budget) -> Iterator[str]:
+    """Yield a sentence for each row that there cannot be."""
+    for layers in config.layers:
+        for method in config.methods:
+            if layers > (most := _most(method, offered)):
+                only = method_called(method).only
+                yield f"{method} has no row for {layers} layers: this model has {most} {only} layers that can go"
+
+
+def _compared(job: Job, notes: Sequence[str]) -> Comparison:
+    """Return what all that is done in the directory comes to, also what was asked for at other times."""
+    dense, timed = job.trained(None), job.timed()
+    assert dense is not None
+    assert timed is not None
+    order = list(METHODS)
+    rows, answers, warnings = list[Compared](), list[str | None](), list(notes)
+    for cell in sorted(job.every_cell(), key=lambda cell: (cell.layers, order.index(cell.method), cell.seed)):
+        chosen, trained = job.chosen(cell), job.trained(cell)
+        if chosen is None or trained is None or (key := plan_key(chosen.plan)) not in timed.plans:
+            continue  # another process is at it
+        numbers = trained.start, trained.accuracy, chosen.seconds
+        rows.append(Compared(cell.layers, cell.method, cell.seed, chosen.plan, *numbers, timed.plans[key]))
+        answers.append(trained.right)
+        warnings += [f"the split of {cell.layers} layers: {warning}" for warning in chosen.warnings]
+    whole = Dense(dense.accuracy, dense.images, timed.macs, timed.params, timed.throughput)
+    first = min((row.method for row in rows), key=order.index)
+    summaries = summarise(rows, answers, whole, first)
+    return Comparison(first, timed.measured, whole, tuple(rows), summaries, tuple(dict.fromkeys(warnings)))

@@ -1,0 +1,184 @@
+"""METHODS: one contract suite over all rows, and the command that uses them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import torch
+from torch import nn
+from typer.testing import CliRunner
+
+import hetdpt
+from hetdpt.cli import app
+from hetdpt.data.sources import Data, open_data
+from hetdpt.errors import PlanError
+from hetdpt.plan import KINDS, Budget, Plan
+from hetdpt.selection.importance import Picked
+from hetdpt.selection.methods import Method
+from hetdpt.selection.select import SCORES, SelectConfig, kinds_of, usual_search
+
+DOCS = Path(__file__).parents[1] / "docs"
+SIZES = {"img_size": 16, "patch_size": 4, "embed_dim": 32, "depth": 3, "num_heads": 2, "num_classes": 10}
+SEARCH = usual_search().with_settings({"per_class": 4, "training.batch_size": 8, "training.epochs": 1})
+SMALL = ("--per-class", "4", "--batch-size", "8", "--epochs", "1", "--images", "32", "--workers", "0", "--quiet")
+
+
+@pytest.fixture(params=hetdpt.METHODS.values(), ids=lambda row: row.name)
+def row(request: pytest.FixtureRequest) -> Method:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def data() -> Data:
+    return open_data("demo")
+
+
+@pytest.fixture
+def dense() -> Iterator[nn.Module]:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        yield timm.create_model("vit_tiny_patch16_224", **SIZES).eval()
+
+
+class TestContract:
+    def test_row_says_how_it_splits_and_scores_and_where_it_is_from(self, row: Method) -> None:
+        assert hetdpt.METHODS[row.name] is row
+        assert row.score in SCORES
+        assert row.paper
+        assert row.about.endswith(".")
+
+    def test_plan_has_the_budget_and_its_split(self, row: Method, dense: nn.Module, data: Data) -> None:
+        before = {name: tensor.clone() for name, tensor in dense.state_dict().items()}
+        found: list[Picked] = []
+        config = SelectConfig(search=SEARCH, images=32)
+        plan = hetdpt.select(dense, data, Budget(1, 2), row.name, config, watch=found.append)
+        assert len(plan) == 3
+        assert plan.removal == "calibrated"
+        plan.check(plan.anatomy)  # type: ignore[arg-type]
+        assert [plan.removes(picked.site) for picked in found] == [True] * 3
+        if row.split == "map":
+            assert plan.budget == Budget(1, 2)
+        if row.only:
+            assert len(getattr(plan, row.only)) == 3
+        assert all(torch.equal(tensor, before[name]) for name, tensor in dense.state_dict().items())
+        assert hetdpt.select(dense, data, Budget(1, 2), row.name, config) == plan  # the seed decides
+
+    def test_plan_is_of_the_removal_asked_for(self, row: Method, dense: nn.Module, data: Data) -> None:
+        config = SelectConfig(search=SEARCH, images=32, removal="plain")
+        plan = hetdpt.select(dense, data, Budget(1, 1), row.name, config)
+        hetdpt.prune_(dense, plan)  # needs no images
+        assert plan.removal == "plain"
+
+    def test_too_large_a_budget_is_refused(self, row: Method, dense: nn.Module, data: Data) -> None:
+        with pytest.raises(PlanError, match=r"asked for \d+ (\w+ )?sites, but this model has \d to be removed"):
+            hetdpt.select(dense, data, Budget(4, 4), row.name, SelectConfig(images=32))
+
+    def test_row_is_in_the_docs(self, row: Method) -> None:
+        page = (DOCS / "method.md").read_text()
+        (line,) = re.findall(rf"^\| `{re.escape(row.name)}` \|.*$", page, re.MULTILINE)
+        assert row.paper.split(",")[0].split(":")[0] in line
+        assert f"| {row.split} |" in line
+        assert f"| {row.score} |" in line
+
+
+class TestBudget:
+    def test_a_number_will_do_where_kinds_are_not_split(self) -> None:
+        assert kinds_of(hetdpt.METHODS["te-static"], 2) == (None, None)
+        assert kinds_of(hetdpt.METHODS["attention-only"], Budget(1, 1)) == ("attention", "attention")
+        with pytest.raises(
+            PlanError, match="hetdpt takes so many layers of each kind, not 3 in all; give both numbers"
+        ):
+            kinds_of(hetdpt.METHODS["hetdpt"], 3)
+
+    @pytest.mark.parametrize("budget", [0, Budget(0, 0), Budget(-1, 2)])
+    def test_nothing_to_remove_is_refused(self, budget: Any) -> None:
+        with pytest.raises(PlanError, match="at least 1 layer goes"):
+            kinds_of(hetdpt.METHODS["hetdpt"], budget)
+
+    def test_data_without_training_images_is_refused(self, dense: nn.Module, data: Data) -> None:
+        with pytest.raises(PlanError, match="layers are chosen on training images"):
+            hetdpt.select(dense, replace(data, train=None), 2, "te-static")
+
+
+class TestCommand:
+    @pytest.fixture
+    def saved(self, dense: nn.Module, tmp_path: Path) -> str:
+        hetdpt.save(dense, tmp_path / "dense", base=hetdpt.Base("timm", "vit_tiny_patch16_224", SIZES))
+        return str(tmp_path / "dense")
+
+    def select(self, saved: str, out: Path, *options: str) -> Any:
+        command = ["select", saved, "--data", "demo", "--out", str(out), *SMALL, *options]
+        return CliRunner().invoke(app, command)
+
+    def test_writes_a_plan_that_recover_takes(self, saved: str, tmp_path: Path) -> None:
+        out = tmp_path / "plan.json"
+        result = self.select(saved, out, "--attention", "1", "--activation", "2", "--json")
+        assert result.exit_code == 0, result.output
+        plan = Plan.from_json(out.read_text())
+        assert plan.budget == Budget(1, 2)
+        found = json.loads(result.stdout)
+        assert found["plan"] == {"attention": [*plan.attention], "activation": [*plan.activation]}
+        assert [pick["kind"] for pick in found["picks"]] == ["activation", "attention", "activation"]
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["dense", "plan.json"]  # nothing is left behind
+        again = self.select(saved, out, "--attention", "1", "--activation", "2")
+        assert "is there already; give another name, or --overwrite" in str(again.exception)
+
+    def test_samples_split_the_layers(self, saved: str, tmp_path: Path) -> None:
+        rows = [(0, 0, 90), (1, 0, 50), (2, 0, 30), (0, 1, 89), (0, 2, 88), (1, 1, 49), (2, 1, 29)]
+        samples = tmp_path / "samples.csv"
+        samples.write_text("attention,activation,accuracy\n" + "".join(f"{a},{g},{y}\n" for a, g, y in rows))
+        out = tmp_path / "plan.json"
+        result = self.select(saved, out, "--layers", "2", "--samples", str(samples), "--method", "map+te")
+        assert result.exit_code == 0, result.output
+        assert Plan.from_json(out.read_text()).budget == Budget(0, 2)  # attention costs 40 points each
+
+    @pytest.mark.parametrize(
+        ("options", "sentence"),
+        [
+            ((), "say either how many of each kind go"),
+            (("--layers", "2", "--attention", "1"), "say either how many of each kind go"),
+            (("--layers", "2"), "the method hetdpt takes so many layers of each kind, not 2 in all"),
+            (("--layers", "2", "--method", "ranom"), "there is no method 'ranom'; did you mean random?"),
+            (("--layers", "2", "--method", "random", "--samples", "x.csv"), "random has no such split"),
+            (("--attention", "4"), "asked for 4 attention sites, but this model has 3"),
+        ],
+    )
+    def test_contradictions_get_a_sentence(
+        self, saved: str, tmp_path: Path, options: tuple[str, ...], sentence: str
+    ) -> None:
+        result = self.select(saved, tmp_path / "plan.json", *options)
+        assert result.exit_code
+        assert sentence in str(result.exception)
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["dense"]
+
+    def test_killed_search_goes_on(self, saved: str, tmp_path: Path, dense: nn.Module, data: Data) -> None:
+        """A watcher that fails stands for a kill between two checkpoints; the states are on disk."""
+        from hetdpt.pipeline import select_into
+
+        class KilledError(Exception):
+            pass
+
+        def stop(picked: Picked) -> None:
+            raise KilledError
+
+        out, config = tmp_path / "plan.json", SelectConfig(search=SEARCH, images=32)
+        with pytest.raises(KilledError):
+            select_into(out, dense, data, Budget(1, 2), "hetdpt", config, minutes=0, watch=stop)
+        assert (tmp_path / "plan.json.partial").is_dir()
+        assert not out.exists()
+        found: list[Picked] = []
+        plan = select_into(out, dense, data, Budget(1, 2), "hetdpt", config, minutes=0, watch=found.append)
+        assert plan == hetdpt.select(dense, data, Budget(1, 2), "hetdpt", config)
+        assert len(found) == 3
+        assert not (tmp_path / "plan.json.partial").exists()
+
+
+def test_every_kind_is_split_by_some_row() -> None:
+    assert {row.only for row in hetdpt.METHODS.values()} == {None, *KINDS}
