@@ -157,14 +157,14 @@ class TestPlanted:
         assert (plan.attention, plan.activation) == ((1, 2), (2,))
 
     def test_papers_search_learns_nothing_of_them(self, dense: nn.Module, data: Data) -> None:
-        """Without trials the importance of an inert layer stays exactly 0, and that of all others does not."""
+        """Without trials the importance of an inert layer stays 0, and that of all others does not."""
         search = run_search(
             dense, data, ("attention",), explores=False, removal=("skip", "drop"),
-            config=search_config(distillation__kind="none"),
+            config=search_config(distillation__kind="none", training__lr=1e-12),
         )  # fmt: skip
         inert = [("attention", 1), ("attention", 2), ("activation", 2)]
         for site, gate in search.gates.items():
-            assert (gate.importance.item() == 0) == ((site.kind, site.block) in inert), site.path
+            assert (abs(gate.importance.item()) < 1e-7) == ((site.kind, site.block) in inert), site.path
 
 
 class TestTypes:

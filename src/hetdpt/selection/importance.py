@@ -97,20 +97,18 @@ class Search:
             self.watch(self.gone[-1])
 
     def _try(self, model: nn.Module, args: tuple[Any, ...]) -> None:
-        """Close one candidate for each image of a batch, of those kinds that are still to lose some, all in turn."""
+        """Close one candidate for each image of a batch, of the kinds that are still to lose some, all in turn."""
         if not model.training:
             return
-        to_go = self.kinds[len(self.gone) :]
-        left = {site: gate for site, gate in self.gates.items() if gate.is_open}
-        for gate in left.values():
-            gate.trial = None
-        left = {site: gate for site, gate in left.items() if site.kind in to_go or None in to_go}
-        images = len(args[0])
+        images, to_go = len(args[0]), self.kinds[len(self.gone) :]
+        left = [site for site, gate in self.gates.items() if gate.is_open and (site.kind in to_go or None in to_go)]
         order = np.random.default_rng((self.seed, *self._draws)).permutation(len(left))
-        turns = torch.arange(images) % len(left)
-        for place, (site, gate) in zip(order, left.items(), strict=True):
-            gate.trial = turns == int(place)
-            self.tried[site] += gate.trial.sum().item() / images
+        turns = torch.arange(images) % max(len(left), 1)
+        for gate in self.gates.values():
+            gate.trial = None
+        for place, site in zip(order, left, strict=True):
+            self.gates[site].trial = is_tried = turns == int(place)
+            self.tried[site] += is_tried.sum().item() / images
         self._draws = (self._draws[0], self._draws[1] + 1)
 
     def state(self) -> State:
