@@ -36,9 +36,9 @@ from hetdpt.cli.options import (
     samples_file,
     workers_of,
 )
-from hetdpt.cli.show import is_first_process, note_random_weights, print_, print_json, stages, table
+from hetdpt.cli.show import is_first_process, note_random_weights, print_json, stages
 from hetdpt.errors import PlanError
-from hetdpt.plan import Budget
+from hetdpt.plan import KINDS, Budget
 from hetdpt.selection.methods import METHODS, method_called
 
 if TYPE_CHECKING:
@@ -146,10 +146,8 @@ def select(
     if as_json:
         picks = [{"kind": pick.site.kind, "block": pick.site.block, "score": pick.score} for pick in found]
         return print_json(method=method, plan={"attention": plan.attention, "activation": plan.activation}, picks=picks)
-    rows = table(f"layers that go, by {method}", "kind", "blocks")
-    rows.add_row("attention", " ".join(map(str, plan.attention)))
-    rows.add_row("activation", " ".join(map(str, plan.activation)))
-    print_(rows)
+    for kind in KINDS:
+        typer.echo(f"{kind} that goes, by {method}: {' '.join(map(str, getattr(plan, kind))) or 'none'}")
     note_random_weights(model, weights, pretrained)
     typer.echo(f"written to {out}; hetdpt recover {model} --plan {out} --data {data} --out RUN trains what is left")
 

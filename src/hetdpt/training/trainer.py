@@ -204,7 +204,9 @@ class Trainer:
             self.optimizer.optimizer.add_param_group(_plain_group(apart, self.optimizer.optimizer))
 
     def _has_idle_parameters(self) -> bool:
-        """Whether some parameter has no part in the loss; DDP would wait for its gradient for ever."""
+        """Whether some parameter has no part in the loss, or may have none later; DDP would wait for it for ever."""
+        if self.companion is not None:
+            return True
         with memory_advice(_advice_on_memory(self.config)):
             self._loss(next(self.batches.epoch(0)), 0).backward()
         idle = any(p.requires_grad and p.grad is None for p in self.student.parameters())
