@@ -664,6 +664,20 @@ def test_closed_gate_is_the_calibrated_removal_in_every_family(family: Family, s
     closed_gate_is_the_calibrated_removal(family, (style, "calibrated"))
 
 
+def test_gates_of_a_plan_are_closed_and_fitted(model: nn.Module, vit: Family) -> None:
+    batches = batches_of(vit)
+    plan = Plan(attention=(1,), removal="calibrated")
+    pruned = run(calibrate_(vit.build(), plan, batches), batches[0])
+    assert distance(run(gate_fitted_(model, plan, batches), batches[0]), pruned) < ROUNDING
+
+
+def test_gates_that_cannot_be_fitted_leave_the_model_alone(model: nn.Module, vit: Family) -> None:
+    for batches in ([vit.images(1)], iter(batches_of(vit))):
+        with pytest.raises(DataError, match=r"there is one image only|an iterator that can be read only once"):
+            gate_fitted_(model, Plan(removal="calibrated"), batches)
+        assert not hetdpt.gates_of(model)
+
+
 def closed_gate_is_the_calibrated_removal(family: Family, removal: tuple[str, str]) -> None:
     """The other side of a gate, which is before LayerScale, does what the replacement of the layer does."""
     model, batches = family.build(), batches_of(family, 1, 4)

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import timm
 import torch
+from families import named
 from torch import Tensor, nn
 
 import hetdpt
@@ -22,6 +23,7 @@ from hetdpt.calibration import gate_fitted_
 from hetdpt.data.sources import Data, open_data
 from hetdpt.data.unlabelled import ImageBatches
 from hetdpt.errors import HetDPTError, PlanError, TrainError
+from hetdpt.gates import Constant
 from hetdpt.plan import Budget, Plan
 from hetdpt.recovery import RecoverConfig, recover
 from hetdpt.selection.importance import Picked, Search
@@ -182,7 +184,13 @@ class TestTypes:
         assert [picked.site.kind for picked in search.gone] == list(self.KINDS)
         assert len({picked.site for picked in search.gone}) == 4
         for site, gate in search.gates.items():
-            assert gate.is_open != (site in [picked.site for picked in search.gone])
+            runs: list[Any] = []
+            gate.inner.register_forward_hook(lambda *call, runs=runs: runs.append(call))
+            is_gone = site in [picked.site for picked in search.gone]
+            wide = site.kind == "activation" and not is_gone  # the gate of an FFN is on its second layer
+            with torch.no_grad():
+                gate(torch.ones(2, 17, 128 if wide else 32))
+            assert len(runs) == (0 if is_gone else 1), site.path
 
 
 class StoppedError(Exception):
@@ -224,6 +232,55 @@ def test_resumed_search_is_the_uninterrupted_one(dense: nn.Module, data: Data) -
     again, rest = outcome(memory)
     assert again == plan
     assert rest == picked  # also those that went before
+
+
+# windows, two heads, gated FFNs, LayerScale
+LABELS = [
+    *("swin_tiny_patch4_window7_224", "deit_tiny_distilled_patch16_224", "eva02_tiny_patch14_224", "cait_xxs24_224"),
+]
+
+
+@pytest.mark.parametrize("label", LABELS)
+def test_other_families_are_searched(label: str, data: Data) -> None:
+    settings = {"per_class": 2, "training.batch_size": 5, "training.epochs": 1}
+    config = SelectConfig(search=usual_search().with_settings(settings), images=8)
+    plan = hetdpt.select(named(label).build(), data, Budget(1, 1), "hetdpt", config)
+    assert plan.budget == Budget(1, 1)
+
+
+def test_importance_gradient_is_the_finite_difference_in_a_model() -> None:
+    """At m = 0 and m = 1, of an attention whose other side is a constant and which LayerScale multiplies."""
+    family = named("cait_xxs24_224")
+    model, images = family.build(), family.images(4)
+    targets = torch.randn(4, 10, generator=torch.Generator().manual_seed(3))
+    gate_fitted_(model, Plan(removal="calibrated"), [images])
+    gate = gates_by_site(model)[next(site for site in gates_by_site(model) if site.kind == "attention")]
+    assert isinstance(gate.removed, Constant)
+
+    def loss(m: float) -> float:
+        hook = gate.register_forward_hook(
+            lambda module, args, y: m * y + (1 - m) * gate.removed.value  # type: ignore[operator]
+        )
+        with torch.no_grad():
+            found = (model(images) - targets).pow(2).sum().item()
+        hook.remove()
+        return found
+
+    for m, trial in ((1.0, None), (0.0, torch.ones(4, dtype=torch.bool))):
+        gate.training, gate.trial, gate.importance.grad = True, trial, None
+        (model(images) - targets).pow(2).sum().backward()
+        step = 1e-2
+        difference = (loss(m + step) - loss(m - step)) / (2 * step)
+        assert gate.importance.grad is not None
+        # float32: a difference of 1e-2 leaves about three digits
+        assert gate.importance.grad.item() == pytest.approx(difference, rel=2e-2, abs=1e-4)
+        assert abs(difference) > 1e-4
+
+
+def test_model_pruned_by_another_removal_is_refused(dense: nn.Module, data: Data) -> None:
+    hetdpt.prune_(dense, Plan(attention=(0,)))
+    with pytest.raises(PlanError, match="was pruned with removal 'plain' and the plan says 'calibrated'"):
+        hetdpt.select(dense, data, Budget(1, 1), "map+te", SelectConfig(images=32))
 
 
 def test_too_short_a_search_is_refused(dense: nn.Module, data: Data) -> None:

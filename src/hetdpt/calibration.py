@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from hetdpt.adapters.anatomy import Handle
 from hetdpt.errors import DataError, ModelError, PlanError
 from hetdpt.fold import Means, Moments, exact, fit_linear, fit_mean
-from hetdpt.modules import checked, clone, evaluating, memory_advice
+from hetdpt.modules import checked, clone, evaluating, memory_advice, require_more_than_once
 from hetdpt.plan import Fit, Plan, Site
 from hetdpt.surgery import (
     Values,
@@ -35,6 +35,7 @@ from hetdpt.surgery import (
     place_gates_,
     place_of,
     ready_for,
+    restore_,
     without,
 )
 
@@ -117,11 +118,23 @@ def gate_fitted_(
 ) -> nn.Module:
     """Gate ``sites``, or all that the plan's removal can remove, with fitted replacements on the other side.
 
-    ``gate_`` for any removal: those that are fitted are so on ``batches``, each as if it were the only one.
+    ``gate_`` for any removal: those that are fitted are so on ``batches``, each as if it were the only one. Where that
+    fails the model is as it was.
     """
+    require_more_than_once(batches, "once for their size and once for the fit")
     first = next(checked(batches, model, PURPOSE))
     place_gates_(model, plan, (first.shape[1], first.shape[2], first.shape[3]), sites)
-    return refit_gates_(model, plan, batches)
+    gates = gates_by_site(model)
+    for gate in gates.values():
+        gate.is_open = True
+    try:
+        refit_gates_(model, plan, batches)
+    except Exception:
+        restore_(model)
+        raise
+    for site, gate in gates.items():
+        gate.is_open = not plan.removes(site)
+    return model
 
 
 def refit_gates_(model: nn.Module, plan: Plan, batches: Iterable[Tensor]) -> nn.Module:

@@ -136,6 +136,11 @@ class Gate(nn.Module):
         """Return which rows of ``kept`` (B, ...) or (B * windows, ...) are of images that the layer is closed for."""
         if self.trial is None or not self.training:
             return None
+        if len(kept) % len(self.trial):
+            raise ModelError(
+                f"a layer gives {tuple(kept.shape)} for {len(self.trial)} images, which does not have the images "
+                "first, so it cannot be tried for some of them; search without trials (--no-explore)"
+            )
         rows = self.trial.to(kept.device).repeat_interleave(len(kept) // len(self.trial))
         return rows.view(-1, *[1] * (kept.dim() - 1))
 

@@ -103,12 +103,14 @@ def select_into(
     progress: StageProgress | None = None,
 ) -> Plan:
     """Choose layers and write the plan to ``file``; a search that was killed goes on from ``file.partial``."""
-    if file.exists() and not overwrite:
+    if file.is_dir() or (file.exists() and not overwrite):
         raise FileError(f"{file} is there already; give another name, or --overwrite")
     opened = data if isinstance(data, Data) else open_data(data)
     processes = start(config.search.training.precision, device)
     asked = {
-        **_asked_of(model, opened, processes.num_processes),
+        "model": digest(model),
+        **opened.facts,
+        "processes": processes.num_processes,
         "budget": asdict(budget) if isinstance(budget, Budget) else budget,
         "method": method,
         **asdict(config),
@@ -207,18 +209,10 @@ def _asked(
     settings = asdict(config)
     for part in [part for part, value in settings.items() if isinstance(value, dict)]:
         settings |= {f"{part}.{key}": value for key, value in settings.pop(part).items()}
-    found = _asked_of(student, data, processes)
-    return (
-        {"student": found.pop("model"), "teacher": digest(teacher) if teacher is not None else None} | found | settings
-    )
-
-
-def _asked_of(model: nn.Module, data: Data, processes: int) -> dict[str, Any]:
-    """Return what any stage depends on, as plain JSON."""
     return {
-        "model": digest(model),
-        "data": data.name,
-        "classes": data.num_classes,
-        "images": [len(split) if split is not None else None for split in (data.train, data.val)],
+        "student": digest(student),
+        "teacher": digest(teacher) if teacher is not None else None,
+        **data.facts,
         "processes": processes,
+        **settings,
     }

@@ -33,23 +33,19 @@ from hetdpt.cli.options import (
     Workers,
     config_of,
     given_settings,
+    read_numbers,
     read_removal,
-    samples_file,
+    read_samples,
     workers_of,
 )
 from hetdpt.cli.select import Candidates, Explore
 from hetdpt.cli.show import note_random_weights, print_, print_json, stages, table
-from hetdpt.errors import PlanError, PredictError
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from hetdpt.collection.work import Done as Sampled
-    from hetdpt.predictor.polynomial import Row
     from hetdpt.studies.compare_work import Done
     from hetdpt.studies.comparison import Comparison, Difference
 
-TABLE, FIGURE = "results.csv", "comparison.png"
 ALL = "all"
 COMMON = ("training.batch_size", "training.precision", "training.seed", "fraction", "per_class", "augmentation.")
 """Beginnings of the settings that hold for searches and samples too, as they are about images, not about epochs."""
@@ -108,10 +104,9 @@ def compare(
     from hetdpt.predictor.samples import CollectConfig
     from hetdpt.randomness import seeded
     from hetdpt.recipes import recipe as recipe_called
-    from hetdpt.report.comparison import draw, write_csv
     from hetdpt.selection.methods import METHODS
     from hetdpt.selection.select import SelectConfig
-    from hetdpt.studies.compare import CompareConfig, compare_into
+    from hetdpt.studies.compare import FIGURE, TABLE, CompareConfig, compare_into
     from hetdpt.studies.compare_work import PLANS
     from hetdpt.studies.comparison import RESULTS, Comparison
 
@@ -119,8 +114,10 @@ def compare(
     common = {name: value for name, value in given.items() if name.startswith(COMMON)}
     more = [setting for setting in settings or () if setting.startswith(COMMON)]
     config = CompareConfig(
-        layers=_read_layers(layers),
-        methods=tuple(METHODS) if methods == ALL else tuple(name.strip() for name in methods.split(",")),
+        layers=read_numbers("--layers", "how many layers go, such as 2,4,6", layers),
+        methods=tuple(METHODS)
+        if methods == ALL
+        else tuple(name.strip() for name in methods.split(",") if name.strip()),
         seeds=seeds,
         selection=SelectConfig(
             search=config_of(search_recipe, common, [*more, *(search_settings or ())]),
@@ -137,41 +134,17 @@ def compare(
         network = open_model(model, weights=weights, pretrained=pretrained, num_classes=num_classes, img_size=img_size)
     with stages(quiet or as_json) as (move, say):
         place = Workplace(device=device, workers=workers_of(workers), minutes=minutes, batch=batch, progress=move)
-        for done in compare_into(out, network, opened, config, place, samples=_read_samples(samples, network)):
+        for done in compare_into(
+            out, network, opened, config, place, samples=read_samples(samples, network) if samples else None
+        ):
             if not as_json:
                 say(_line(done))
     found = Comparison.read(out)
-    write_csv(found, out / TABLE)
-    draw(found, out / FIGURE)
     if as_json:
         return print_json(directory=str(out), **found.to_dict())
     _print(found)
     note_random_weights(model, weights, pretrained)
     typer.echo(f"written to {out}: {RESULTS}, {TABLE}, {FIGURE}; the layers are in {out / PLANS}")
-
-
-def _read_layers(text: str) -> tuple[int, ...]:
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() for part in parts):
-        raise PlanError(f"--layers takes how many layers go, such as 2,4,6, not {text!r}")
-    return tuple(map(int, parts))
-
-
-def _read_samples(samples: Path | None, network: nn.Module) -> list[Row] | None:
-    """Return the samples in a file or a directory of hetdpt collect; what is of another model is refused."""
-    from hetdpt.collection.collect import read_run
-    from hetdpt.predictor.rows import read_rows
-    from hetdpt.surgery import survey_of
-
-    if samples is None:
-        return None
-    blocks = survey_of(network).anatomy.blocks
-    sampled = read_run(samples).get("blocks") if samples.is_dir() else blocks
-    if blocks != sampled:
-        raise PredictError(
-            f"{samples} was collected from a model with {sampled} blocks, but this one has {blocks}; give its samples"
-        )
-    return [*read_rows(samples_file(samples))]
 
 
 def _line(done: Done | Sampled) -> str:

@@ -32,6 +32,7 @@ from hetdpt.cli.options import (
     Workers,
     config_of,
     given_settings,
+    read_numbers,
     read_removal,
     workers_of,
 )
@@ -91,10 +92,12 @@ def observe(
 
     if no_recovery and blocks is not None:
         raise PlanError("--no-recovery removes no layer, but --blocks says from where; leave one of them out")
+    wanted = "block numbers counted from 0, such as 0,3,6"
+    chosen = read_numbers("--blocks", wanted, blocks) if blocks is not None else None
     config = ObserveConfig(
         recovery=config_of(recipe, given_settings(context), settings),
         removals=tuple(map(read_removal, removal)) if removal else ObserveConfig.removals,
-        blocks=() if no_recovery else _read_blocks(blocks),
+        blocks=() if no_recovery else chosen,
         images=images,
         gradient_epochs=gradient_epochs,
     )
@@ -113,15 +116,6 @@ def observe(
         _print(found, each)
     note_random_weights(model, weights, pretrained)
     typer.echo(f"written to {out}: results.json, results.csv, results.png")
-
-
-def _read_blocks(text: str | None) -> tuple[int, ...] | None:
-    if text is None:
-        return None
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() for part in parts):
-        raise PlanError(f"--blocks takes block numbers counted from 0, such as 0,3,6, not {text!r}")
-    return tuple(map(int, parts))
 
 
 def _line(one: Observed) -> str:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from hetdpt.data.sources import Source
     from hetdpt.data.streams import Stream
     from hetdpt.data.unlabelled import ImageBatches
+    from hetdpt.predictor.polynomial import Row
     from hetdpt.recovery import RecoverConfig
 
 Model = Annotated[
@@ -135,6 +136,29 @@ def read_images(
         tell(f"{len(source)} images are too few for {counts[0]} and {counts[1]} others; damage is measured on the same")
         return batches, batches
     return batches, ImageBatches(source, prepared, count=counts[1], start=counts[0], **options)
+
+
+def read_numbers(option: str, what: str, text: str) -> tuple[int, ...]:
+    """Return the numbers in ``text``, with commas between; where they are none, say ``what`` the ``option`` takes."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() for part in parts):
+        raise PlanError(f"{option} takes {what}, not {text!r}")
+    return tuple(map(int, parts))
+
+
+def read_samples(samples: Path, network: nn.Module) -> list[Row]:
+    """Return the samples in a file or a directory of hetdpt collect; what is of another model is refused."""
+    from hetdpt.collection.collect import read_run
+    from hetdpt.predictor.rows import read_rows
+    from hetdpt.surgery import survey_of
+
+    blocks = survey_of(network).anatomy.blocks
+    sampled = read_run(samples).get("blocks") if samples.is_dir() else blocks
+    if blocks != sampled:
+        raise PredictError(
+            f"{samples} was collected from a model with {sampled} blocks, but this one has {blocks}; give its samples"
+        )
+    return [*read_rows(samples_file(samples))]
 
 
 def samples_file(samples: Path) -> Path:

@@ -33,7 +33,7 @@ from hetdpt.cli.options import (
     config_of,
     given_settings,
     read_removal,
-    samples_file,
+    read_samples,
     workers_of,
 )
 from hetdpt.cli.show import is_first_process, note_random_weights, print_json, stages
@@ -42,7 +42,10 @@ from hetdpt.plan import KINDS, Budget
 from hetdpt.selection.methods import METHODS, method_called
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from hetdpt.selection.importance import Picked
+    from hetdpt.surgery import Removal
 
 NAMES = ", ".join(METHODS)
 Candidates = Annotated[
@@ -102,7 +105,6 @@ def select(
     from hetdpt.randomness import seeded
     from hetdpt.recipes import recipe as recipe_called
     from hetdpt.selection.select import SelectConfig
-    from hetdpt.surgery import survey_of
     from hetdpt.training.processes import start
 
     method_called(method)
@@ -118,7 +120,7 @@ def select(
         opened = open_data(data, root=data_root, download=download)
     with seeded(config.search.training.seed):  # random weights too are the same in all processes
         network = open_model(model, weights=weights, pretrained=pretrained, num_classes=num_classes, img_size=img_size)
-    budget = read_budget(method, (attention, activation), layers, samples, survey_of(network).anatomy.blocks)
+    budget = read_budget(method, (attention, activation), layers, samples, network, config.removal)
     found: list[Picked] = []
     with stages(quiet or as_json or not is_first_process()) as (move, say):
 
@@ -153,12 +155,15 @@ def select(
 
 
 def read_budget(
-    method: str, split: tuple[int | None, int | None], layers: int | None, samples: Path | None, blocks: int
+    method: str,
+    split: tuple[int | None, int | None],
+    layers: int | None,
+    samples: Path | None,
+    network: nn.Module,
+    removal: Removal,
 ) -> Budget | int:
     """Return how many layers go: of each kind where both are known, else in all; ``PlanError`` for contradictions."""
-    from hetdpt.predictor.allocate import allocate
-    from hetdpt.predictor.polynomial import fit_predictor
-    from hetdpt.predictor.rows import read_rows
+    from hetdpt.predictor.pricing import split_layers
 
     is_split = split != (None, None)
     if is_split == (layers is not None):
@@ -172,7 +177,7 @@ def read_budget(
     assert layers is not None
     if samples is None:
         return layers
-    allocation = allocate(fit_predictor(read_rows(samples_file(samples)), blocks), layers=layers)
+    allocation = split_layers(network, read_samples(samples, network), [layers], removal)[layers]
     for warning in allocation.warnings:
         typer.echo(f"warning: {warning}", err=True)
     typer.echo(f"split by the samples: {allocation.best}", err=True)

@@ -108,9 +108,7 @@ def _asked(model: nn.Module, data: Data, config: CollectConfig, blocks: int) -> 
     return {
         "model": digest(model),
         "blocks": blocks,
-        "data": data.name,
-        "classes": data.num_classes,
-        "images": [len(split) if split is not None else None for split in (data.train, data.val)],
+        **data.facts,
         "config": asdict(replace(config, rounds=None)),
     }
 

@@ -71,6 +71,11 @@ class Workplace:
         """Return what is to be told of every update of a training."""
         return partial(_tell, self.stage(name))
 
+    def wait(self, who: str) -> None:
+        """Show that ``who`` is waited for."""
+        if self.progress:
+            self.progress(f"waiting for {who}", 0, 0)
+
     def require_alone(self, precision: str, work: str) -> None:
         """Raise ``TrainError`` where this process is one of a group that torchrun started; ``work`` is what is done."""
         if start(precision, self.device).num_processes > 1:
@@ -110,8 +115,7 @@ class Job:
         return self._has_dense if node.parent == DENSE else self.result(self.tree[node.parent]) is not None
 
     def wait(self, who: str) -> None:
-        if self.place.progress:
-            self.place.progress(f"waiting for {who}", 0, 0)
+        self.place.wait(who)
 
     def take(self, node: Node, claim: Claim) -> None:
         """Do what ``node`` is about, and write what it came to."""

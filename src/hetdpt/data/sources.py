@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from PIL.Image import Image
 
@@ -48,6 +48,12 @@ class Data:
     train: Source | Stream | None
     val: Source | Stream | None
     num_classes: int
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What a run that was begun with this data is to be continued with, as plain JSON."""
+        images = [len(split) if split is not None else None for split in (self.train, self.val)]
+        return {"data": self.name, "classes": self.num_classes, "images": images}
 
 
 def open_data(

@@ -1,8 +1,8 @@
-"""The prices of a model's layers, counted and timed on this device."""
+"""The prices of a model's layers, counted and timed on this device; and budgets split among what it offers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 from torch import nn
@@ -10,11 +10,25 @@ from torch import nn
 from hetdpt.measurement.costs import Costs
 from hetdpt.measurement.speed import latency_table
 from hetdpt.plan import KINDS, Site
+from hetdpt.predictor.allocate import Allocation, allocate
+from hetdpt.predictor.polynomial import Row, fit_predictor
 from hetdpt.predictor.prices import Price, Prices
 from hetdpt.surgery import InputSize, Removal, known, merge_, ready, removable, without
 
 Progress = Callable[[str, int, int], None]
 """Called with what is being done and (steps done, in all)."""
+
+
+def split_layers(
+    model: nn.Module, samples: Sequence[Row], layers: Iterable[int], removal: Removal
+) -> dict[int, Allocation]:
+    """Return how samples of accuracy split each number of ``layers`` between the kinds, of what the model offers."""
+    base = ready(model, removal)
+    blocks, offered = known(base).survey.anatomy.blocks, [site.kind for site in removable(base)]
+    is_usual = all(offered.count(kind) == blocks for kind in KINDS)  # then nobody has to be told what there is
+    prices = None if is_usual else measure_prices(base, removal=removal, latency=False)
+    predictor = fit_predictor(samples, blocks)
+    return {count: allocate(predictor, layers=count, prices=prices) for count in layers}
 
 
 def measure_prices(

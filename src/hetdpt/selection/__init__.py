@@ -1,1 +1,1 @@
-"""From a budget to a plan: which layers go. Nothing is trained, saved or printed here."""
+"""From a budget to a plan: which layers go. No loop of its own, and no files."""

@@ -69,7 +69,7 @@ class Search:
 
     @property
     def importances(self) -> dict[Site, float]:
-        """Of the candidates that are left; where they are tried, for each batch that they were tried on."""
+        """Of the candidates that are left; where they are tried, in proportion to the images they were tried on."""
         left = {site: gate.importance.item() for site, gate in self.gates.items() if gate.is_open}
         if not self.explores:
             return left

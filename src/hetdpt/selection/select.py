@@ -19,14 +19,14 @@ from hetdpt.data.sources import Data, open_data
 from hetdpt.data.unlabelled import ImageBatches
 from hetdpt.entropy import greedy_order, require_offered, transfer_entropy
 from hetdpt.errors import PlanError
-from hetdpt.modules import checked
+from hetdpt.modules import checked, clone
 from hetdpt.plan import KINDS, Budget, Kind, Plan, Site
 from hetdpt.recovery import RecoverConfig, recover
 from hetdpt.selection.damage import choose
 from hetdpt.selection.importance import Picked, Search
 from hetdpt.selection.methods import Method, Score, method_called
 from hetdpt.selection.schedule import removal_order
-from hetdpt.surgery import Removal, gates_by_site, known, ready_for, removable
+from hetdpt.surgery import Removal, gates_by_site, known, place_, ready_for, removable
 from hetdpt.training.config import TrainConfig
 from hetdpt.training.objective import Distillation
 from hetdpt.training.processes import start
@@ -134,7 +134,9 @@ def select(
     opened = data if isinstance(data, Data) else open_data(str(data))
     model.to(start(config.search.training.precision, device).device)
     images = _images(model, opened, config, workers)
-    base = ready_for(next(checked(images, model, PURPOSE)), model, config.removal)
+    first = next(checked(images, model, PURPOSE))
+    place_(clone(model).eval(), Plan(removal=config.removal), (first.shape[1], first.shape[2], first.shape[3]))
+    base = ready_for(first, model, config.removal)  # one pruned otherwise was refused
     kinds = kinds_of(row, budget)
     offered = removable(base)
     require_offered(offered, kinds)

@@ -8,7 +8,7 @@ plans/          the layers that each method chose, and by what scores
 models/         a fine-tuning for each plan and seed: its numbers, and which images its model gets right
 dense.json      the same of the dense model
 speed.json      how fast the models are, measured when all else is done
-results.json    all of it, and what it sums up to
+results.json    all of it, and what it sums up to; results.csv has the rows, comparison.png accuracy against speedup
 searches/       checkpoints of searches that are not done
 claims/         who works on what
 
@@ -33,22 +33,23 @@ from hetdpt.data.sources import Data, open_data
 from hetdpt.data.streams import Stream
 from hetdpt.data.subset import Subset, balanced_order
 from hetdpt.errors import DataError, PlanError, PredictError
-from hetdpt.modules import digest, find_device
-from hetdpt.plan import Budget, Sample
-from hetdpt.predictor.allocate import Allocation, allocate
-from hetdpt.predictor.polynomial import Row, fit_predictor
-from hetdpt.predictor.pricing import measure_prices
+from hetdpt.files import written
+from hetdpt.modules import clone, digest, find_device
+from hetdpt.plan import Budget, Plan, Sample
+from hetdpt.predictor.polynomial import Row
+from hetdpt.predictor.pricing import split_layers
 from hetdpt.predictor.samples import CollectConfig
 from hetdpt.recovery import RecoverConfig
+from hetdpt.report.comparison import draw, write_csv
 from hetdpt.runs import share
 from hetdpt.selection.methods import METHODS, method_called
 from hetdpt.selection.select import SelectConfig
 from hetdpt.studies.compare_work import Cell, Done, Job, plan_key, write_values
 from hetdpt.studies.comparison import RESULTS, Comparison, Dense, summarise
 from hetdpt.studies.comparison import Row as Compared
-from hetdpt.surgery import known, ready, removable
+from hetdpt.surgery import place_, ready, removable
 
-SAMPLES = "samples"
+SAMPLES, TABLE, FIGURE = "samples", "results.csv", "comparison.png"
 GIVEN = (
     "samples of accuracy were given; where those were measured on the validation images, the splits by the predictor "
     "have seen the images that accuracies are reported on"
@@ -122,6 +123,7 @@ def compare_into(
     directory, place = Path(directory), place or Workplace()
     place.require_alone(config.recovery.training.precision, "methods are compared")
     opened = data if isinstance(data, Data) else open_data(data)
+    place_(clone(model).eval(), Plan(removal=config.selection.removal))  # one pruned otherwise is refused
     dense = ready(model, config.selection.removal)  # knows its sites, which are then looked for but once
     kinds = [site.kind for site in removable(dense)]
     offered = Budget(kinds.count("attention"), kinds.count("activation"))
@@ -137,20 +139,21 @@ def compare_into(
         for step in collect_into(directory / SAMPLES, dense, held, config.collection, place):
             sampled.append(step.step.sample)
             yield step
-    splits = _splits(sampled, dense, config, offered) if is_split else {}
+    splits = split_layers(dense, sampled, config.layers, config.selection.removal) if is_split else {}
     job = Job(directory, dense, opened, config.selection, config.recovery, place, cells, splits)
     yield from job.work()
     notes = [*_missing(config, offered), *([GIVEN] if is_split and samples is not None else ())]
-    write_values(directory / RESULTS, _compared(job, notes).to_dict())
+    _write(directory, _compared(job, notes))
 
 
-def _splits(samples: Sequence[Row], dense: nn.Module, config: CompareConfig, offered: Budget) -> dict[int, Allocation]:
-    """Return how the predictor splits each number of layers of the model ``dense``, which is ``ready``."""
-    blocks, removal = known(dense).survey.anatomy.blocks, config.selection.removal
-    is_usual = offered == Budget(blocks, blocks)  # then nobody has to be told what there is
-    prices = None if is_usual else measure_prices(dense, removal=removal, latency=False)
-    predictor = fit_predictor(samples, blocks)
-    return {layers: allocate(predictor, layers=layers, prices=prices) for layers in config.layers}
+def _write(directory: Path, found: Comparison) -> None:
+    write_values(directory / RESULTS, found.to_dict())
+    with written(directory / TABLE) as scratch:
+        write_csv(found, scratch)
+    with written(directory / FIGURE) as scratch:
+        picture = scratch.with_name(f"{scratch.name}.png")  # what kind of figure it is to be
+        draw(found, picture)
+        picture.rename(scratch)
 
 
 def hold_out(data: Data) -> Data:
@@ -207,9 +210,7 @@ def _asked(model: nn.Module, data: Data, config: CompareConfig, samples: Sequenc
     del settings["layers"], settings["methods"], settings["seeds"]
     return {
         "model": digest(model),
-        "data": data.name,
-        "classes": data.num_classes,
-        "images": [len(split) if split is not None else None for split in (data.train, data.val)],
+        **data.facts,
         "config": settings,
         "samples": [asdict(row) if isinstance(row, Sample) else list(row) for row in samples] if samples else None,
     }

@@ -11,7 +11,6 @@ from contextlib import suppress
 from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from math import isnan, nan
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -200,8 +199,7 @@ class Job:
             self._time(claim)
 
     def wait(self, who: str) -> None:
-        if self.place.progress:
-            self.place.progress(f"waiting for {who}", 0, 0)
+        self.place.wait(who)
 
     # what is done
 
@@ -376,13 +374,12 @@ def _cell(task: Task) -> Cell:
 
 
 def _note(file: Path, picked: Picked) -> None:
-    score = None if isnan(picked.score) else picked.score  # drawn at random; JSON has no NaN
     with file.open("a") as lines:
-        lines.write("\n" + json.dumps({"site": asdict(picked.site), "score": score}))  # after what a kill cut off
+        lines.write("\n" + json.dumps(asdict(picked)))  # after what a kill cut off
 
 
 def _picked(values: dict[str, Any]) -> Picked:
-    return Picked(Site(**values["site"]), nan if values["score"] is None else values["score"])
+    return Picked(Site(**values["site"]), values["score"])
 
 
 def _noted(file: Path) -> list[dict[str, Any]]:

@@ -156,9 +156,7 @@ def _asked(model: nn.Module, data: Data, config: ObserveConfig) -> dict[str, Any
     del settings["removals"], settings["blocks"]
     return {
         "model": digest(model),
-        "data": data.name,
-        "classes": data.num_classes,
-        "images": [len(split) if split is not None else None for split in (data.train, data.val)],
+        **data.facts,
         "config": settings,
     }
 
@@ -184,8 +182,7 @@ class _Job:
         return True
 
     def wait(self, who: str) -> None:
-        if self.place.progress:
-            self.place.progress(f"waiting for {who}", 0, 0)
+        self.place.wait(who)
 
     def take(self, task: Task, claim: Claim) -> None:
         """Do it, and write what came out."""
