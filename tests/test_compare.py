@@ -201,7 +201,8 @@ def test_differences_are_to_the_first_method(whole: Comparison) -> None:
 def test_only_small_files_stay(home: Path, done: list[Done]) -> None:
     kept = Counter(file.name for file in (home / "whole").rglob("*") if file.is_file() and file.suffix != ".claim")
     assert set(kept) - {file.name for file in (home / "whole" / "plans").iterdir()} == {
-        "run.json", "dense.json", "speed.json", "results.json", "metrics.jsonl", "summary.json", "result.json",
+        "run.json", "dense.json", "speed.json", "results.json", "results.csv", "comparison.png",
+        "metrics.jsonl", "summary.json", "result.json",
     }  # fmt: skip
     assert not list((home / "whole" / "searches").iterdir())
 

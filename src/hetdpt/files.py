@@ -76,8 +76,9 @@ def _umask() -> int:
 
 @contextmanager
 def written(target: Path) -> Iterator[Path]:
-    """Give a scratch file that becomes ``target`` when the block ends, all at once or not at all."""
-    scratch = target.with_name(f".{target.name}.{uuid4().hex}")  # processes of other machines may have our number
+    """Give a scratch file of the same suffix that becomes ``target`` when the block ends, all at once or not at all."""
+    name = f".{target.name}.{uuid4().hex}{target.suffix}"  # processes of other machines may have our number
+    scratch = target.with_name(name)
     try:
         yield scratch
         flush(scratch)

@@ -10,12 +10,10 @@ import difflib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from hetdpt.data.augmentation import Augmentation
 from hetdpt.errors import TrainError
 from hetdpt.recovery import RecoverConfig
 from hetdpt.selection.select import usual_search
 from hetdpt.training.config import TrainConfig
-from hetdpt.training.objective import Distillation
 
 IMAGENET = "the folder of ImageNet-1k, with train/ and val/"
 EIGHT = "8 NVIDIA A100 GPUs with 128 images on each (paper, experiment setup)"
@@ -53,24 +51,9 @@ def quick() -> Recipe:
     A short run has no time to learn from labels what the teacher already knows, hence the large ``alpha``, nor to
     fill a moving average or to profit from strong augmentation.
     """
-    training = TrainConfig(
-        epochs=5,
-        batch_size=32,
-        lr=2e-4,
-        lr_batch=None,
-        final_lr=0.05,
-        weight_decay=0.05,
-        clip_grad=1.0,
-        mixup=0.0,
-        cutmix=0.0,
-        smoothing=0.0,
-        ema_decay=0.0,
-    )
-    # without auto_augment timm would turn to colour jitter
-    augmentation = Augmentation(auto_augment=None, color_jitter=0.0, erasing=0.0, scale=(0.5, 1.0), repeats=1)
-    distillation = Distillation(kind="soft", alpha=0.9, temperature=1.0)
+    training = {"training.epochs": 5, "training.lr": 2e-4, "training.schedule": "cosine", "training.final_lr": 0.05}
     return Recipe(
-        config=RecoverConfig(training=training, augmentation=augmentation, distillation=distillation, drop_path=0.0),
+        config=usual_search().with_settings(training),
         model="vit_tiny_patch16_224",
         data="any folder with train/ and val/",
         plan=None,

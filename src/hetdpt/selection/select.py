@@ -53,6 +53,7 @@ def usual_search() -> RecoverConfig:
         smoothing=0.0,
         ema_decay=0.0,
     )
+    # without auto_augment timm would turn to colour jitter
     augmentation = Augmentation(auto_augment=None, color_jitter=0.0, erasing=0.0, scale=(0.5, 1.0), repeats=1)
     distillation = Distillation(kind="soft", alpha=0.9, temperature=1.0)
     return RecoverConfig(training=training, augmentation=augmentation, distillation=distillation, drop_path=0.0)

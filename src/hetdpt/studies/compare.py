@@ -151,9 +151,7 @@ def _write(directory: Path, found: Comparison) -> None:
     with written(directory / TABLE) as scratch:
         write_csv(found, scratch)
     with written(directory / FIGURE) as scratch:
-        picture = scratch.with_name(f"{scratch.name}.png")  # what kind of figure it is to be
-        draw(found, picture)
-        picture.rename(scratch)
+        draw(found, scratch)
 
 
 def hold_out(data: Data) -> Data:
