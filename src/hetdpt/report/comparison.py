@@ -87,10 +87,11 @@ def _draw_method(panel: Axes, method: str, found: Sequence[Summary]) -> None:
 
 
 def _label(panel: Axes, summary: Summary, comparison: Comparison) -> None:
-    """Name a point by its split, and by the methods that lie on it."""
+    """Name a point by its split, and by the methods that lie on it, or how many they are."""
     at = summary.speedup, summary.accuracy
     others = [one.method for one in comparison.summaries if (one.speedup, one.accuracy) == at and one is not summary]
-    text = ", ".join(summary.splits) + (f", also of {', '.join(others)}" if others else "")
+    names = ", ".join(others) if len(others) == 1 else f"{len(others)} others"
+    text = ", ".join(summary.splits) + (f", also of {names}" if others else "")
     panel.annotate(text, at, xytext=(8, 8), textcoords="offset points", fontsize="small", zorder=6)
 
 
