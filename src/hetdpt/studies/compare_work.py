@@ -7,7 +7,6 @@ import json
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
 from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -40,7 +39,7 @@ from hetdpt.studies.comparison import RIGHT, UNREAD, WRONG, Speed
 from hetdpt.surgery import merge_, place_
 
 PLANS, MODELS, SEARCHES = "plans", "models", "searches"
-DENSE_FILE, RESULT_FILE, SPEED_FILE, PICKS_FILE = "dense.json", "result.json", "speed.json", "picks.jsonl"
+DENSE_FILE, RESULT_FILE, SPEED_FILE = "dense.json", "result.json", "speed.json"
 AT_ONCE = 10  # models that take turns with the dense one
 TIMING_SECONDS = 20.0
 Stage = Literal["dense", "choose", "train", "time"]
@@ -240,7 +239,7 @@ class Job:
 
     def _choose(self, cell: Cell, claim: Claim) -> None:
         begun, folder, place = time.monotonic(), self.directory / SEARCHES / cell.key, self.place
-        folder.mkdir(parents=True, exist_ok=True)
+        picks: list[Picked] = []
         split = self.splits[cell.layers] if method_called(cell.method).split == "map" else None
         search = self.selection.search.with_settings({"training.seed": cell.seed})
         plan = select(
@@ -252,14 +251,18 @@ class Job:
             device=place.device,
             workers=place.workers,
             keeper=Claimed(Checkpoints(folder / CHECKPOINTS, place.minutes), claim),
-            watch=lambda picked: _note(folder / PICKS_FILE, picked),
+            watch=picks.append,
             progress=partial(self._tell, cell),
         )
         assert len(plan) == cell.layers, f"{cell} chose {plan}"
-        picks = [pick for pick in _noted(folder / PICKS_FILE) if plan.removes(_picked(pick).site)]
         claim.require_held()
         seconds = time.monotonic() - begun
-        values = {**asdict(cell), "plan": asdict(replace(plan, fits=())), "picks": picks, "seconds": seconds}
+        values = {
+            **asdict(cell),
+            "plan": asdict(replace(plan, fits=())),
+            "picks": [asdict(pick) for pick in picks],
+            "seconds": seconds,
+        }
         write_values(self._plan_file(cell), {**values, "warnings": split.warnings if split else ()})
         self._tidy()
 
@@ -373,23 +376,8 @@ def _cell(task: Task) -> Cell:
     return task.cell
 
 
-def _note(file: Path, picked: Picked) -> None:
-    with file.open("a") as lines:
-        lines.write("\n" + json.dumps(asdict(picked)))  # after what a kill cut off
-
-
 def _picked(values: dict[str, Any]) -> Picked:
     return Picked(Site(**values["site"]), values["score"])
-
-
-def _noted(file: Path) -> list[dict[str, Any]]:
-    """Return the layers noted, each once: after a kill the last ones are chosen again."""
-    found: dict[str, dict[str, Any]] = {}
-    for line in file.read_text().splitlines() if file.is_file() else ():
-        with suppress(ValueError):  # blank, or cut off
-            pick = json.loads(line)
-            found[pick["site"]["path"]] = pick
-    return list(found.values())
 
 
 def write_values(file: Path, values: dict[str, Any]) -> None:
