@@ -33,7 +33,7 @@ from hetdpt.plan import Budget, Plan
 from hetdpt.predictor.samples import CollectConfig, Step, fine_tune, prune_next
 from hetdpt.recipes import quick
 from hetdpt.recovery import RecoverConfig
-from hetdpt.runs import share
+from hetdpt.runs.run import share
 from hetdpt.surgery import known
 
 run = test_cli.run  # the fixture
@@ -303,7 +303,7 @@ def test_processes_of_one_group_are_refused(home: Path, tmp_path: Path) -> None:
 def test_many_begin_a_shared_directory_at_once(tmp_path: Path) -> None:
     """Whoever is first decides; the others join if they ask for the same."""
     out = str(tmp_path / "run")
-    code = f"from hetdpt.runs import share; from pathlib import Path; share(Path({out!r}), {{'a': 1}})"
+    code = f"from hetdpt.runs.run import share; from pathlib import Path; share(Path({out!r}), {{'a': 1}})"
     processes = [subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True) for _ in range(4)]
     for process in processes:
         assert process.communicate(timeout=60)[1] == ""

@@ -27,6 +27,7 @@ import hetdpt
 from hetdpt.adapters.preprocessing import preprocessing_of
 from hetdpt.collection.work import Done as Sampled
 from hetdpt.collection.work import Workplace
+from hetdpt.data.held_out import hold_out
 from hetdpt.data.sources import Data, open_data
 from hetdpt.data.subset import subset
 from hetdpt.data.unlabelled import ImageBatches
@@ -38,7 +39,7 @@ from hetdpt.recipes import quick, recipe
 from hetdpt.report.comparison import COLUMNS, draw, write_csv
 from hetdpt.selection.methods import METHODS
 from hetdpt.selection.select import SelectConfig
-from hetdpt.studies.compare import GIVEN, CompareConfig, compare_into, hold_out
+from hetdpt.studies.compare import GIVEN, CompareConfig, compare_into
 from hetdpt.studies.compare_work import Cell, Chosen, Done, Timed, Trained, plan_key
 from hetdpt.studies.comparison import Comparison, Difference, difference_of
 from hetdpt.surgery import place_

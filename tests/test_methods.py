@@ -164,7 +164,7 @@ class TestCommand:
 
     def test_killed_search_goes_on(self, saved: str, tmp_path: Path, dense: nn.Module, data: Data) -> None:
         """A watcher that fails stands for a kill between two checkpoints; the states are on disk."""
-        from hetdpt.pipeline import select_into
+        from hetdpt.keeping import select_into
 
         class KilledError(Exception):
             pass

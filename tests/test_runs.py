@@ -18,7 +18,9 @@ import torch
 
 from hetdpt.errors import FileError
 from hetdpt.files import written
-from hetdpt.runs import Checkpoints, Metrics, Run
+from hetdpt.runs.checkpoints import Checkpoints
+from hetdpt.runs.metrics import Metrics
+from hetdpt.runs.run import Run
 
 ASKED = {"data": "demo", "training.epochs": 2, "training.lr": 0.001, "augmentation.scale": (0.5, 1.0), "teacher": None}
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from hetdpt.calibration import calibrate_
     from hetdpt.collection.collect import collect_into, recheck_into
     from hetdpt.collection.work import Workplace
+    from hetdpt.config import RunConfig
     from hetdpt.data.augmentation import Augmentation
     from hetdpt.entropy import transfer_entropy
     from hetdpt.errors import HetDPTError
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from hetdpt.measurement.accuracy import Scores, evaluate
     from hetdpt.measurement.costs import count_macs, count_params
     from hetdpt.measurement.speed import latency_table, measure_throughput
+    from hetdpt.pipeline import run
     from hetdpt.plan import Budget, Measurement, Plan, Sample, Site
     from hetdpt.predictor.allocate import Allocation, Split, allocate, frontier
     from hetdpt.predictor.polynomial import Predictor, fit_predictor
@@ -52,6 +54,7 @@ _HOMES = {
     "hetdpt.calibration": ("calibrate_",),
     "hetdpt.collection.collect": ("collect_into", "recheck_into"),
     "hetdpt.collection.work": ("Workplace",),
+    "hetdpt.config": ("RunConfig",),
     "hetdpt.data.augmentation": ("Augmentation",),
     "hetdpt.entropy": ("transfer_entropy",),
     "hetdpt.errors": ("HetDPTError",),
@@ -62,6 +65,7 @@ _HOMES = {
     "hetdpt.measurement.accuracy": ("Scores", "evaluate"),
     "hetdpt.measurement.costs": ("count_macs", "count_params"),
     "hetdpt.measurement.speed": ("latency_table", "measure_throughput"),
+    "hetdpt.pipeline": ("run",),
     "hetdpt.plan": ("Budget", "Measurement", "Plan", "Sample", "Site"),
     "hetdpt.predictor.allocate": ("Allocation", "Split", "allocate", "frontier"),
     "hetdpt.predictor.polynomial": ("Predictor", "fit_predictor"),
@@ -97,6 +101,7 @@ __all__ = [
     "Price",
     "Prices",
     "RecoverConfig",
+    "RunConfig",
     "Sample",
     "Scores",
     "SelectConfig",
@@ -130,6 +135,7 @@ __all__ = [
     "recheck_into",
     "recover",
     "restore_",
+    "run",
     "save",
     "scan",
     "select",

@@ -27,7 +27,7 @@ from hetdpt.measurement.costs import Costs
 from hetdpt.measurement.speed import Comparison, measure_throughput
 from hetdpt.modules import bytes_of, checked, clone, digest, require_more_than_once
 from hetdpt.plan import KINDS, Plan
-from hetdpt.runs import Run
+from hetdpt.runs.run import Run
 from hetdpt.selection.damage import Choice, choose
 from hetdpt.selection.goal import Goal, OneShotConfig
 from hetdpt.surgery import InputSize, known, merge_, prune_

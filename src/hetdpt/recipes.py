@@ -9,9 +9,11 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from hetdpt.errors import TrainError
 from hetdpt.recovery import RecoverConfig
+from hetdpt.selection.schedule import stage_ends
 from hetdpt.selection.select import usual_search
 from hetdpt.training.config import TrainConfig
 
@@ -23,10 +25,14 @@ DEIT_EPOCHS = f"{EPOCHS} (400 are printed for the figure that compares with remo
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """Settings of a recovery, with what they are for and what to expect of them."""
+    """Settings of a recovery and of what comes before it, with what they are for and what to expect of them."""
 
     config: RecoverConfig
     """What to give to ``recover``."""
+    collection: RecoverConfig
+    """The brief fine-tuning of each sample of accuracy."""
+    search: RecoverConfig
+    """How weights train while importances are learned."""
     model: str
     """The dense model, by its name in timm: the student before pruning, and the teacher."""
     data: str
@@ -43,6 +49,10 @@ class Recipe:
     """On which machine."""
     removal: str = "plain"
     """How the student begins where the plan does not say: ``plain`` as in the paper."""
+    candidates: Literal["all", "te"] = "te"
+    """As in ``SelectConfig``; ``te`` as in the paper."""
+    explores: bool = False
+    """As in ``SelectConfig``; not so in the paper."""
 
 
 def quick() -> Recipe:
@@ -52,8 +62,11 @@ def quick() -> Recipe:
     fill a moving average or to profit from strong augmentation.
     """
     training = {"training.epochs": 5, "training.lr": 2e-4, "training.schedule": "cosine", "training.final_lr": 0.05}
+    config = usual_search().with_settings(training)
     return Recipe(
-        config=usual_search().with_settings(training),
+        config=config,
+        collection=config.with_settings({"training.epochs": 1, "training.lr": 5e-5}),
+        search=usual_search(),
         model="vit_tiny_patch16_224",
         data="any folder with train/ and val/",
         plan=None,
@@ -62,6 +75,8 @@ def quick() -> Recipe:
         hours="not printed, being ours; 0.09 for two epochs of 3,000 images with ViT-Tiny on two CPU cores (measured)",
         hardware="one GPU, or a CPU",
         removal="calibrated",
+        candidates="all",
+        explores=True,
     )
 
 
@@ -71,15 +86,15 @@ def brief() -> Recipe:
     What is there has to be kept more than anything has to be learnt, hence a quarter of the learning rate.
     """
     row = quick()
-    config = row.config.with_settings({"training.epochs": 1, "training.lr": 5e-5})
     hours = "not printed, being ours; minutes for each step of hetdpt collect with ViT-Tiny and 2,000 images on a CPU"
-    return replace(row, config=config, hours=hours)
+    return replace(row, config=row.collection, hours=hours)
 
 
 def search() -> Recipe:
     """Return how weights train in a short search for layers: gently, on light views; ours, not the paper's."""
     hours = "not printed, being ours; minutes for ViT-Tiny and 2,000 images on a CPU"
-    return replace(quick(), config=usual_search(), hours=hours)
+    row = quick()
+    return replace(row, config=row.search, hours=hours)
 
 
 def deit_small_imagenet() -> Recipe:
@@ -92,6 +107,8 @@ def deit_small_imagenet() -> Recipe:
     """
     return Recipe(
         config=RecoverConfig(),
+        collection=_briefly(RecoverConfig()),
+        search=_search_for(8),
         model="deit_small_distilled_patch16_224",
         data=IMAGENET,
         plan="paper/deit_small-8",
@@ -109,6 +126,8 @@ def deit_base_imagenet() -> Recipe:
     """
     return Recipe(
         config=RecoverConfig(),
+        collection=_briefly(RecoverConfig()),
+        search=_search_for(10),
         model="deit_base_distilled_patch16_224",
         data=IMAGENET,
         plan="paper/deit_base-10",
@@ -128,6 +147,8 @@ def swin_small_imagenet() -> Recipe:
     """
     return Recipe(
         config=RecoverConfig(),
+        collection=_briefly(RecoverConfig()),
+        search=_search_for(10),
         model="swin_small_patch4_window7_224.ms_in1k",
         data=IMAGENET,
         plan=None,
@@ -142,10 +163,13 @@ def swin_small_imagenet() -> Recipe:
 def swin_base_imagenet() -> Recipe:
     """Return the paper's ImageNet settings, the release's where it prints none, for Swin-B.
 
-    The weights are those trained on ImageNet-1k alone; timm's default has seen ImageNet-22k.
+    The weights are those trained on ImageNet-1k alone; timm's default has seen ImageNet-22k. The search is as long as
+    that for Swin-S.
     """
     return Recipe(
         config=RecoverConfig(),
+        collection=_briefly(RecoverConfig()),
+        search=_search_for(10),
         model="swin_base_patch4_window7_224.ms_in1k",
         data=IMAGENET,
         plan=None,
@@ -163,13 +187,16 @@ def cifar100() -> Recipe:
     For a DeiT-B that was recovered on ImageNet and then given 100 classes. Momentum and weight decay are not printed.
     Momentum is the default, weight decay is 0: the default of 0.08 is AdamW's, and under SGD at this learning rate
     it alone would shrink the weights to less than a thousandth within an epoch. Whether a teacher was used is not
-    printed; without one the labels alone count.
+    printed; without one the labels alone count. A search has the optimizer of the release, as on ImageNet.
     """
     training = TrainConfig(
         optimizer="sgd", lr=0.1, lr_batch=None, schedule="constant", warmup_epochs=0, batch_size=384, weight_decay=0.0
     )
+    config = RecoverConfig(training=training)
     return Recipe(
-        config=RecoverConfig(training=training),
+        config=config,
+        collection=_briefly(config),
+        search=_search_for(10).with_settings({"training.batch_size": 384}),
         model="deit_base_distilled_patch16_224",
         data="torch/cifar100",
         plan="paper/deit_base-10",
@@ -188,8 +215,11 @@ def dinov2_giant_cifar100() -> Recipe:
     keeps no moving average of weights. What ``cifar100`` says of momentum, weight decay and a teacher holds here too.
     """
     settings = {"training.ema_decay": 0.0, "training.batch_size": 48, "training.accumulate": 8}
+    config = cifar100().config.with_settings(settings)
     return Recipe(
-        config=cifar100().config.with_settings(settings),
+        config=config,
+        collection=_briefly(config),
+        search=_search_for(15).with_settings(settings),
         model="vit_giant_patch14_dinov2",
         data="torch/cifar100",
         plan=None,
@@ -199,6 +229,21 @@ def dinov2_giant_cifar100() -> Recipe:
         hardware="NVIDIA A100 GPUs (paper, experiment setup), under FSDP; how many is not printed, 8 here; the paper's "
         "384 images per GPU are 48 in each of 8 passes here",
     )
+
+
+def _briefly(config: RecoverConfig) -> RecoverConfig:
+    """Return the fine-tuning of a sample: the recipe's own with the paper's 10 epochs (SPEC section 3)."""
+    return config.with_settings({"training.epochs": 10})
+
+
+def _search_for(layers: int) -> RecoverConfig:
+    """Return the release's search for so many layers (SPEC section 5): a fixed learning rate, stages of 3, 5, 7, ...
+
+    >>> _search_for(8).training.epochs
+    80
+    """
+    training = TrainConfig(epochs=stage_ends(layers)[-1], lr=1e-5, lr_batch=None, schedule="constant")
+    return RecoverConfig(training=training)
 
 
 RECIPES: dict[str, Callable[[], Recipe]] = {

@@ -11,7 +11,21 @@ from typing import Annotated, Any
 
 import typer
 
-from hetdpt.cli import collect, compare, models, observe, oneshot, predict, scan, select, training
+from hetdpt.cli import (
+    collect,
+    compare,
+    demo,
+    models,
+    observe,
+    oneshot,
+    predict,
+    report,
+    run,
+    scan,
+    select,
+    status,
+    training,
+)
 from hetdpt.errors import HetDPTError
 
 app = typer.Typer(
@@ -23,6 +37,9 @@ app = typer.Typer(
 )
 
 COMMANDS: tuple[Callable[..., None], ...] = (
+    run.run,
+    status.status,
+    report.report,
     models.inspect,
     models.bench,
     models.apply,
@@ -38,7 +55,7 @@ COMMANDS: tuple[Callable[..., None], ...] = (
     training.recipes,
     models.export,
     models.push,
-    models.demo,
+    demo.demo,
 )
 for command in COMMANDS:
     app.command()(command)

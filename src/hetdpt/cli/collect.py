@@ -33,10 +33,10 @@ from hetdpt.cli.options import (
     config_of,
     given_settings,
     read_removal,
+    read_rounds,
     workers_of,
 )
 from hetdpt.cli.show import note_random_weights, print_, print_json, stages, table
-from hetdpt.errors import PredictError
 
 if TYPE_CHECKING:
     from hetdpt.collection.work import Done
@@ -95,7 +95,7 @@ def collect(
     if epochs == 0:
         del given["training.epochs"]  # a longer run, if there is one, takes the recipe's
     config = CollectConfig(
-        rounds=_read_rounds(rounds),
+        rounds=read_rounds(rounds) if rounds is not None else None,
         removal=read_removal(removal or recipe_called(recipe).removal),
         images=images,
         recovery=config_of(recipe, given, settings),
@@ -117,16 +117,6 @@ def collect(
     note_random_weights(model, weights, pretrained)
     hint = f"; hetdpt predict {out} --layers 4 splits a budget" if len(found) >= FEWEST else ""
     typer.echo(f"written to {out}{hint}")
-
-
-def _read_rounds(text: str | None) -> tuple[int, int, int] | None:
-    if text is None:
-        return None
-    parts = text.split(",")
-    if len(parts) != 3 or not all(part.strip().isdecimal() for part in parts):
-        raise PredictError(f"--rounds takes three numbers, of attention, activation and interleaved, not {text!r}")
-    attention, activation, interleaved = (int(part) for part in parts)
-    return attention, activation, interleaved
 
 
 def _line(done: Done) -> str:

@@ -208,22 +208,3 @@ def push(
     from hetdpt.export.hub import push_to_hub
 
     typer.echo(push_to_hub(directory, repo, private=private))
-
-
-def demo(
-    out: Annotated[Path, typer.Option(help="Directory to write the pruned model to.")] = Path("runs/demo"),
-    runs: Runs = 20,
-    quiet: Quiet = False,
-) -> None:
-    """Take the paper's DeiT-S plan (8 layers) through inspect, merge, bench, save and load."""
-    from hetdpt.demo import MODEL, PLAN, demonstrate
-
-    typer.echo(f"{MODEL} under {PLAN} (random weights: speed and size, not accuracy)")
-    with progress("timing", quiet) as move:
-        found = demonstrate(out, runs, move)
-    print_sites(found.sites, found.plan, None)
-    costs = {"dense": found.dense, "pruned": found.pruned}
-    print_costs(costs)
-    print_speed(found.speed, costs)
-    typer.echo(f"merging changed the outputs by {found.merge_difference:.1e} of the largest one")
-    typer.echo(f"saved to {found.directory} and loaded again: difference {found.reload_difference:.1e}")

@@ -65,7 +65,7 @@ def oneshot(
     from hetdpt.modules import find_device
     from hetdpt.oneshot import oneshot_into, partial_of
     from hetdpt.randomness import seeded
-    from hetdpt.runs import Run
+    from hetdpt.runs.run import Run
     from hetdpt.selection.goal import OneShotConfig
 
     config = OneShotConfig(

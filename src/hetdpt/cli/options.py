@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from hetdpt.recovery import RecoverConfig
 
 Model = Annotated[
-    str, typer.Argument(help="A timm name, hf:NAME (hub name, directory or model type), or a saved directory.")
+    str, typer.Argument(help="A timm name, hf:NAME (hub name, directory or model type), a saved directory, or demo.")
 ]
 PlanName = Annotated[
     str, typer.Option("--plan", help="A JSON file, or a plan of the paper such as paper/deit_base-10.")
@@ -146,30 +146,21 @@ def read_numbers(option: str, what: str, text: str) -> tuple[int, ...]:
     return tuple(map(int, parts))
 
 
+def read_rounds(text: str) -> tuple[int, int, int]:
+    """Return the rounds of the three chains that ``text`` says, such as 8,8,3."""
+    parts = text.split(",")
+    if len(parts) != 3 or not all(part.strip().isdecimal() for part in parts):
+        raise PredictError(f"--rounds takes three numbers, of attention, activation and interleaved, not {text!r}")
+    attention, activation, interleaved = (int(part) for part in parts)
+    return attention, activation, interleaved
+
+
 def read_samples(samples: Path, network: nn.Module) -> list[Row]:
     """Return the samples in a file or a directory of hetdpt collect; what is of another model is refused."""
-    from hetdpt.collection.collect import read_run
-    from hetdpt.predictor.rows import read_rows
+    from hetdpt.collection.collect import read_samples
     from hetdpt.surgery import survey_of
 
-    blocks = survey_of(network).anatomy.blocks
-    sampled = read_run(samples).get("blocks") if samples.is_dir() else blocks
-    if blocks != sampled:
-        raise PredictError(
-            f"{samples} was collected from a model with {sampled} blocks, but this one has {blocks}; give its samples"
-        )
-    return [*read_rows(samples_file(samples))]
-
-
-def samples_file(samples: Path) -> Path:
-    """Return the CSV of samples that ``samples`` is, or that a directory of hetdpt collect has in it."""
-    from hetdpt.predictor.rows import SAMPLES_FILE
-
-    if not samples.is_dir():
-        return samples
-    if not (samples / SAMPLES_FILE).is_file():
-        raise PredictError(f"{samples} holds no {SAMPLES_FILE}; give a CSV, or a directory of hetdpt collect")
-    return samples / SAMPLES_FILE
+    return read_samples(samples, survey_of(network).anatomy.blocks)
 
 
 def given_settings(context: typer.Context) -> dict[str, Any]:
@@ -182,15 +173,20 @@ def config_of(recipe: str, given: dict[str, Any], settings: list[str] | None) ->
     from hetdpt.recipes import recipe as recipe_called
 
     config = recipe_called(recipe).config
-    chosen = dict(given)
-    if "training.lr" in chosen:
+    if "training.lr" in given:
         config = config.with_settings({"training.lr_batch": None})
+    return config.with_settings({**given, **read_settings(settings)})
+
+
+def read_settings(settings: list[str] | None) -> dict[str, Any]:
+    """Return what ``--set`` was given, by name."""
+    found = {}
     for setting in settings or ():
         name, equals, value = setting.partition("=")
         if not equals:
             raise TrainError(f"--set takes NAME=VALUE, such as training.weight_decay=0.05, not {setting!r}")
-        chosen[name.strip()] = _value(value.strip())
-    return config.with_settings(chosen)
+        found[name.strip()] = _value(value.strip())
+    return found
 
 
 def _value(text: str) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -23,12 +22,12 @@ from hetdpt.cli.options import (
     Weights,
     Workers,
     read_removal,
-    samples_file,
     workers_of,
 )
-from hetdpt.cli.prediction import PREDICT, SHOWN, UNITS, Prediction, print_prediction, write_prediction
+from hetdpt.cli.prediction import PREDICT, SHOWN, Prediction, print_prediction, write_prediction
 from hetdpt.cli.show import print_json, stages
 from hetdpt.errors import PredictError
+from hetdpt.predictor.prices import Amount, read_amount
 
 if TYPE_CHECKING:
     from hetdpt.plan import Budget, Sample
@@ -37,7 +36,6 @@ if TYPE_CHECKING:
     from hetdpt.predictor.prices import Prices
 
 RUN = "run.json"  # of a directory of hetdpt collect
-AMOUNT = re.compile(r"(\d+\.?\d*|\.\d+)(e[+-]?\d+)?\s*([kmg%]?)", re.IGNORECASE)
 
 
 def predict(
@@ -82,10 +80,10 @@ def predict(
     from hetdpt.files import require_new
     from hetdpt.predictor.allocate import frontier
     from hetdpt.predictor.polynomial import fit_predictor
-    from hetdpt.predictor.rows import read_rows
+    from hetdpt.predictor.rows import read_rows, samples_file
 
     given = {"macs": macs, "params": params, "layers": layers, "speedup": speedup}
-    wanted = {name: read_amount(name, value) for name, value in given.items() if value is not None}
+    wanted = {name: read_amount(f"--{name}", value) for name, value in given.items() if value is not None}
     sizes: dict[str, Any] = {"num_classes": num_classes, "img_size": img_size}
     sizes |= {"weights": weights, "pretrained": pretrained}
     place: dict[str, Any] = {"batch": batch, "device": device, "removal": removal}
@@ -166,38 +164,6 @@ class Recheck:
             text = f"a speedup of {wanted:g} was asked for, but {measured:.3f} is what was measured; ask for more"
             typer.echo(f"warning: {text}", err=True)
         return decided
-
-
-@dataclass(frozen=True)
-class Amount:
-    """A number, or a part of what the dense model has."""
-
-    value: float
-    is_part: bool = False
-
-    def of(self, dense: float | None) -> float:
-        """Return the number; ``allocate`` says what is missing where there is no ``dense``."""
-        if not self.is_part or dense is None:
-            return self.value
-        return self.value * dense / 100
-
-
-def read_amount(name: str, value: str | float) -> Amount:
-    """Return the amount that ``value`` says.
-
-    >>> read_amount("macs", "3.2G"), read_amount("macs", "70 %")
-    (Amount(value=3200000000.0, is_part=False), Amount(value=70.0, is_part=True))
-    """
-    if not isinstance(value, str):
-        return Amount(value)
-    found = AMOUNT.fullmatch(value.strip())
-    if found is None:
-        raise PredictError(
-            f"--{name} is {value!r}; a number such as 3.2G, 16M or 3200000, or a part of the dense model such as 70%, "
-            "was expected"
-        )
-    number, unit = float(found[1] + (found[2] or "")), found[3].lower()
-    return Amount(number, is_part=True) if unit == "%" else Amount(number * UNITS[unit])
 
 
 def _refuse_strays(model: str | None, prices: Path | None, options: dict[str, Any]) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from hetdpt.cli.show import print_, table
+from hetdpt.predictor.prices import UNITS
 
 if TYPE_CHECKING:
     from hetdpt.predictor.allocate import Allocation, Split
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
 PREDICT = "predict.json"  # by which a directory of ours is known
 SHOWN = 20  # rows of a table
 NAMED = 8  # splits in a sentence
-UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
 
 
 @dataclass(frozen=True)

@@ -101,7 +101,7 @@ def select(
     """Choose which layers go, and write them as a plan; hetdpt compare tries all methods."""
     from hetdpt.data.sources import open_data
     from hetdpt.export.saved import open_model
-    from hetdpt.pipeline import select_into
+    from hetdpt.keeping import select_into
     from hetdpt.randomness import seeded
     from hetdpt.recipes import recipe as recipe_called
     from hetdpt.selection.select import SelectConfig

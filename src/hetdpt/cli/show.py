@@ -85,19 +85,47 @@ def stages(is_quiet: bool) -> Iterator[tuple[Callable[[str, int, int], None] | N
 
 
 def _stage_lines() -> Callable[[str, int, int], None]:
-    last = time.monotonic()
-    now, began, first = "", last, 0
+    pace, last = Pace(), time.monotonic()
 
     def move(stage: str, done: int, total: int) -> None:
-        nonlocal last, now, began, first
-        if stage != now:
-            now, began, first = stage, time.monotonic(), done
-        if time.monotonic() - last >= EVERY and done > first:
+        nonlocal last
+        left = pace.left(stage, done, total)
+        if time.monotonic() - last >= EVERY and left is not None:
             last = time.monotonic()
-            left = timedelta(seconds=round((last - began) / (done - first) * max(total - done, 0)))
-            typer.echo(f"{stage} {done}/{total}, {left} left" if total else f"{stage} {done}", err=True)
+            typer.echo(how_far(stage, done, total, left), err=True)
 
     return move
+
+
+class Pace:
+    """How fast a piece of work goes. Another name, or fewer steps done than before, is a new piece."""
+
+    def __init__(self) -> None:
+        self._name, self._began, self._first, self._done = "", 0.0, 0, 0
+
+    def left(self, name: str, done: int, total: int) -> float | None:
+        """Return the seconds that the rest takes at the pace so far; None before a step is done."""
+        now = time.monotonic()
+        if name != self._name or done < self._done:
+            self._name, self._began, self._first = name, now, done
+        self._done = done
+        return (now - self._began) / (done - self._first) * max(total - done, 0) if done > self._first else None
+
+
+def how_far(text: str, done: int, total: int, left: float | None) -> str:
+    """Return how far a piece of work is, in words.
+
+    >>> how_far("evaluating", 40, 230, left=61.2)
+    'evaluating 40/230, 0:01:01 left'
+    """
+    if not total:
+        return f"{text} {done}" if done else text
+    return f"{text} {done}/{total}" + ("" if left is None else f", {clock(left)} left")
+
+
+def clock(seconds: float) -> str:
+    """Return a time as hours, minutes and seconds."""
+    return str(timedelta(seconds=round(seconds)))
 
 
 @contextmanager
@@ -122,7 +150,7 @@ def _lines() -> Callable[[Progress], None]:
         nonlocal last
         if time.monotonic() - last >= EVERY:
             last = time.monotonic()
-            typer.echo(f"{_words(now)}, {timedelta(seconds=round(now.seconds_left))} left", err=True)
+            typer.echo(f"{_words(now)}, {clock(now.seconds_left)} left", err=True)
 
     return watch
 
@@ -143,7 +171,7 @@ def _bar() -> Iterator[tuple[Callable[[Progress], None], Callable[[str], None]]]
             bar.update(task, completed=now.update, total=now.updates)
             if time.monotonic() - last >= 1:  # reading the loss waits for the device
                 last = time.monotonic()
-                bar.update(task, description=_words(now), left=str(timedelta(seconds=round(now.seconds_left))))
+                bar.update(task, description=_words(now), left=clock(now.seconds_left))
 
         def say(line: str) -> None:
             bar.stop()  # takes the bar away, so that the line does not begin behind it
@@ -178,8 +206,10 @@ def print_(table: Any) -> None:
 def note_random_weights(model: str, weights: Path | None, pretrained: bool) -> None:
     """Say so where nobody gave weights to the model called ``model``."""
     from hetdpt.adapters.models import HF_PREFIX
+    from hetdpt.export.saved import saved_directory
 
-    if not (weights or pretrained or Path(model.removeprefix(HF_PREFIX)).is_dir()):
+    is_local = Path(model.removeprefix(HF_PREFIX)).is_dir() or saved_directory(model) is not None
+    if not (weights or pretrained or is_local):
         typer.echo("note: the weights are random; give --weights FILE or --pretrained for a model that sees anything")
 
 

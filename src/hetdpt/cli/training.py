@@ -192,8 +192,8 @@ def recover(
     """Train a pruned model back to accuracy, with the dense model as its teacher, then merge and save it."""
     from copy import deepcopy
 
-    from hetdpt.export.saved import RECIPE, open_model
-    from hetdpt.pipeline import CALIBRATION
+    from hetdpt.export.saved import open_model, saved_directory
+    from hetdpt.keeping import CALIBRATION
     from hetdpt.randomness import seeded
     from hetdpt.recipes import recipe as recipe_called
 
@@ -203,7 +203,7 @@ def recover(
     if teacher_weights is not None and teacher is None:
         raise TrainError("--teacher-weights are for a teacher that is not given; add --teacher MODEL")
     sizes: dict[str, Any] = {"pretrained": pretrained, "num_classes": num_classes, "img_size": img_size}
-    is_saved = (Path(student) / RECIPE).is_file()  # and so has its sizes; the options are then the teacher's
+    is_saved = saved_directory(student) is not None  # and so has its sizes; the options are then the teacher's
     with seeded(config.training.seed):
         network = open_model(student, weights=weights, **({} if is_saved and teacher else sizes))
         dense = open_model(teacher, weights=teacher_weights, **sizes) if teacher else None
@@ -243,8 +243,9 @@ def _run(
     quiet: bool,
 ) -> None:
     from hetdpt.data.sources import open_data
-    from hetdpt.pipeline import recover_into
-    from hetdpt.runs import CHECKPOINTS, SUMMARY
+    from hetdpt.keeping import recover_into
+    from hetdpt.runs.checkpoints import CHECKPOINTS
+    from hetdpt.runs.run import SUMMARY
     from hetdpt.training.processes import start
 
     is_first, is_silent = is_first_process(), as_json or not is_first_process()

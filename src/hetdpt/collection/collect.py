@@ -18,9 +18,11 @@ from hetdpt.errors import FileError, PredictError, first_line
 from hetdpt.export.saved import load
 from hetdpt.modules import digest, find_device
 from hetdpt.plan import Budget, Kind
-from hetdpt.predictor.polynomial import FEWEST
+from hetdpt.predictor.polynomial import FEWEST, Row
+from hetdpt.predictor.prices import Prices
+from hetdpt.predictor.rows import read_rows, samples_file
 from hetdpt.predictor.samples import Chain, CollectConfig
-from hetdpt.runs import RUN, share
+from hetdpt.runs.run import RUN, share
 from hetdpt.surgery import known, ready, removable
 
 LONGER = 3  # times the epochs, when a split is measured again
@@ -35,12 +37,14 @@ def collect_into(
     place: Workplace | None = None,
     *,
     chain: Chain | None = None,
+    prices: Prices | None = None,
 ) -> Iterator[Done]:
     """Sample how the accuracy of ``model`` depends on the layers it loses, and yield every step once it is on disk.
 
     Called again it goes on where it was killed, and with more rounds where it ended. Called by several processes, with
     one ``directory`` that all of them see, each takes the next step that nobody works on; a process yields what the
-    others did too, and returns when all is done. ``chain`` takes the steps of that one alone.
+    others did too, and returns when all is done. ``chain`` takes the steps of that one alone. ``prices`` of the layers
+    are measured where nobody gives them.
     """
     directory, place = Path(directory), place or Workplace()
     place.require_alone(config.recovery.training.precision, ALONE)
@@ -55,7 +59,7 @@ def collect_into(
         _require_enough(chains, config)
     share(directory, _asked(model, opened, config, blocks))
     tree = tree_of(chains)
-    job = Job(directory, SAMPLES, model.to(find_device(place.device)), opened, config, place, tree)
+    job = Job(directory, SAMPLES, model.to(find_device(place.device)), opened, config, place, tree, prices)
     wanted = [n for n in tree.values() if chain is None or n.kinds == chains[chain][: len(n.kinds)]]
     yield from job.work(wanted)
 
@@ -121,3 +125,13 @@ def read_run(directory: Path) -> dict[str, Any]:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise FileError(f"{directory} is no directory of hetdpt collect ({first_line(error)})") from None
     return asked
+
+
+def read_samples(samples: Path, blocks: int) -> list[Row]:
+    """Return the samples in a CSV or a directory of ``hetdpt collect``; what is of another model is refused."""
+    sampled = read_run(samples).get("blocks") if samples.is_dir() else blocks
+    if blocks != sampled:
+        raise PredictError(
+            f"{samples} was collected from a model with {sampled} blocks, but this one has {blocks}; give its samples"
+        )
+    return [*read_rows(samples_file(samples))]

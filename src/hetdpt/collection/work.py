@@ -26,11 +26,12 @@ from hetdpt.files import written
 from hetdpt.measurement.accuracy import evaluate
 from hetdpt.measurement.speed import measure_throughput
 from hetdpt.plan import Site
-from hetdpt.predictor.prices import PRICES_FILE
+from hetdpt.predictor.prices import PRICES_FILE, Prices
 from hetdpt.predictor.pricing import measure_prices
 from hetdpt.predictor.rows import SAMPLES_FILE, write_rows
 from hetdpt.predictor.samples import CHAINS, CollectConfig, Pick, Step, fine_tune, prune_next
-from hetdpt.runs import CHECKPOINTS, METRICS, Checkpoints, Metrics
+from hetdpt.runs.checkpoints import CHECKPOINTS, Checkpoints
+from hetdpt.runs.metrics import METRICS, Metrics
 from hetdpt.surgery import merge_
 from hetdpt.training.processes import start
 from hetdpt.training.trainer import Progress
@@ -97,6 +98,8 @@ class Job:
     config: CollectConfig
     place: Workplace
     tree: dict[str, Node]
+    prices: Prices | None = None
+    """Of the layers, where they are known already."""
 
     def work(self, wanted: Iterable[Node]) -> Iterator[Done]:
         """Take the steps of ``wanted`` that nobody works on, one after another, until all are done."""
@@ -144,7 +147,9 @@ class Job:
     def _begin(self) -> float:
         """Save the prices of the layers and the dense model, which others wait for, and return its accuracy."""
         place = self.place
-        prices = measure_prices(self.model, removal=self.config.removal, batch=place.batch, progress=place.progress)
+        prices = self.prices or measure_prices(
+            self.model, removal=self.config.removal, batch=place.batch, progress=place.progress
+        )
         with written(self.directory / PRICES_FILE) as scratch:
             scratch.write_text(prices.to_json() + "\n")
         if not self._has_dense:

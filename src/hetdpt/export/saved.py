@@ -31,6 +31,7 @@ from hetdpt.plan import Plan
 from hetdpt.surgery import gates_of, merge_blocks_, place_, record_of
 
 RECIPE, WEIGHTS, CARD, TIMM_CONFIG = "hetdpt.json", "model.safetensors", "README.md", "config.json"
+DEMO, DEMO_DIRECTORY = "demo", Path(__file__).parent.parent / "demo_model"  # the model that comes with hetdpt
 FORMAT = 1
 
 
@@ -164,12 +165,31 @@ def with_weights(recipe: Recipe, state: dict[str, Tensor], name: str) -> nn.Modu
     return model.to(device, getattr(torch, recipe.dtype)).eval()
 
 
+def saved_directory(name: str) -> Path | None:
+    """Return the directory in which the model called ``name`` is saved; None where a library knows that name.
+
+    ``demo`` is the model that comes with hetdpt; beside a saved model in a folder of that name it is refused.
+
+    >>> saved_directory("demo").name, saved_directory("vit_tiny_patch16_224")
+    ('demo_model', None)
+    """
+    is_saved = (Path(name) / RECIPE).is_file()
+    if name == DEMO and is_saved:
+        raise ModelError(
+            f"{DEMO} is the model that comes with hetdpt, but there is a saved model in the folder {DEMO} as well; "
+            f"write ./{DEMO} for that one, or call hetdpt from another folder for its own"
+        )
+    if name == DEMO:
+        return DEMO_DIRECTORY
+    return Path(name) if is_saved else None
+
+
 def open_model(name: str, *, is_empty: bool = False, **options: Any) -> nn.Module:
-    """Return the model called ``name``: a directory written by ``save``, or what ``create`` knows by that name."""
-    if (Path(name) / RECIPE).is_file():
+    """Return the model called ``name``: ``demo``, a directory written by ``save``, or what ``create`` knows."""
+    if directory := saved_directory(name):
         if given := ", ".join(key for key, value in options.items() if value):
             raise ModelError(f"{name} is a saved model and brings its own weights and sizes; leave out {given}")
-        return load(name)
+        return load(directory)
     if Path(name).is_dir():
         raise FileError(f"{name} is a directory without {RECIPE}; give one written by hetdpt.save, or a model's name")
     return create(name, is_empty=is_empty, **options)

@@ -132,6 +132,15 @@ def latency_table(
     return LatencyTable(_measurement("latency", 1e3 * whole, "ms", images), savings, breakdown)
 
 
+def latency_breakdown(
+    model: nn.Module, input_size: InputSize | None = None, *, batch: int | None = None, runs: int = 20
+) -> dict[str, Measurement]:
+    """Return where the time of one batch goes, in milliseconds by kind of layer; a pruned model may be given too."""
+    images = _images(model, input_size, batch)
+    with evaluating(model):
+        return _breakdown(model, _kinds(model), images, runs)
+
+
 def _savings(
     model: nn.Module, owner: str, offered: list[Site], given: tuple[Any, Any], images: Tensor, rounds: Rounds
 ) -> list[Saving]:

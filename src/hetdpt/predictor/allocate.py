@@ -184,7 +184,7 @@ def allocate(
     (Budget(attention=0, activation=2), 3)
     """
     wanted = Wanted(layers, macs, params, speedup)
-    every = _splits(predictor, prices)
+    every = surface(predictor, prices)
     _require_prices(wanted, prices)
     table = [split for split in every if wanted.miss(split) == 0]
     if not table:
@@ -203,7 +203,7 @@ def frontier(predictor: Predictor, prices: Prices | None = None) -> tuple[Split,
     The best for a speedup is the most accurate split that is at least so fast; one that is no faster and less accurate
     than another is for no budget the best.
     """
-    every = sorted(_splits(predictor, prices), key=_rank)
+    every = sorted(surface(predictor, prices), key=_rank)
     if prices is None or prices.dense.ms is None:
         best: dict[int, Split] = {}
         for split in every:
@@ -216,8 +216,8 @@ def frontier(predictor: Predictor, prices: Prices | None = None) -> tuple[Split,
     return tuple(found)
 
 
-def _splits(predictor: Predictor, prices: Prices | None) -> list[Split]:
-    """Return every split there is, with fewer layers first."""
+def surface(predictor: Predictor, prices: Prices | None) -> list[Split]:
+    """Return every split there is with what is predicted of it, fewer layers first."""
     limits = _limits(predictor, prices)
     pairs = product(range(limits.attention + 1), range(limits.activation + 1))
     budgets = sorted((Budget(*pair) for pair in pairs), key=_preference, reverse=True)

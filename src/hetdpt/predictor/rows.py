@@ -9,8 +9,10 @@ import codecs
 import csv
 import io
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from math import isfinite
 from pathlib import Path
+from typing import Any
 
 from hetdpt.errors import PredictError
 from hetdpt.files import written
@@ -40,6 +42,20 @@ def read_rows(path: Path) -> list[Sample | tuple[float, float, float]]:
     if len(lines) == 1:
         raise PredictError(f"{path} has a header but no rows; a line for each sample was expected")
     return [_row(path, line, header, wanted) for line in lines[1:]]
+
+
+def samples_file(samples: Path) -> Path:
+    """Return the CSV of samples that ``samples`` is, or that a directory of ``hetdpt collect`` has in it."""
+    if not samples.is_dir():
+        return samples
+    if not (samples / SAMPLES_FILE).is_file():
+        raise PredictError(f"{samples} holds no {SAMPLES_FILE}; give a CSV, or a directory of hetdpt collect")
+    return samples / SAMPLES_FILE
+
+
+def plain_rows(rows: Iterable[Sample | Sequence[float]]) -> list[Any]:
+    """Return samples as plain JSON."""
+    return [asdict(row) if isinstance(row, Sample) else list(row) for row in rows]
 
 
 def write_rows(path: Path, samples: Iterable[Sample], more: Mapping[str, Sequence[object]] | None = None) -> None:

@@ -18,9 +18,8 @@ not of the best. Where samples are collected here, they are measured on a fifth 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,19 +28,19 @@ from torch import nn
 from hetdpt.collection.collect import collect_into
 from hetdpt.collection.work import Done as Sampled
 from hetdpt.collection.work import Workplace
+from hetdpt.data.held_out import hold_out
 from hetdpt.data.sources import Data, open_data
-from hetdpt.data.streams import Stream
-from hetdpt.data.subset import Subset, balanced_order
-from hetdpt.errors import DataError, PlanError, PredictError
+from hetdpt.errors import PlanError, PredictError
 from hetdpt.files import written
 from hetdpt.modules import clone, digest, find_device
-from hetdpt.plan import Budget, Plan, Sample
+from hetdpt.plan import Budget, Plan
 from hetdpt.predictor.polynomial import Row
 from hetdpt.predictor.pricing import split_layers
+from hetdpt.predictor.rows import plain_rows
 from hetdpt.predictor.samples import CollectConfig
 from hetdpt.recovery import RecoverConfig
 from hetdpt.report.comparison import draw, write_csv
-from hetdpt.runs import share
+from hetdpt.runs.run import share
 from hetdpt.selection.methods import METHODS, method_called
 from hetdpt.selection.select import SelectConfig
 from hetdpt.studies.compare_work import Cell, Done, Job, plan_key, write_values
@@ -54,7 +53,6 @@ GIVEN = (
     "samples of accuracy were given; where those were measured on the validation images, the splits by the predictor "
     "have seen the images that accuracies are reported on"
 )
-HELD_OUT = 5  # the part of training images that is held out is one in so many
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,32 +152,6 @@ def _write(directory: Path, found: Comparison) -> None:
         draw(found, scratch)
 
 
-def hold_out(data: Data) -> Data:
-    """Return ``data`` with a fifth of its training images, of each class, as the images to measure on.
-
-    Of a class of several images one at least is held out, and one stays.
-
-    >>> data = hold_out(open_data("demo"))
-    >>> len(data.train), len(data.val), len(open_data("demo").train)
-    (1150, 287, 1437)
-    """
-    if data.train is None or isinstance(data.train, Stream):
-        raise DataError(
-            "samples of accuracy are measured on training images that are held out, which cannot be taken from a "
-            "stream of shards; collect samples beforehand, and give --samples"
-        )
-    labels = data.train.targets()
-    left = {label: max(round(count / HELD_OUT), 1) if count > 1 else 0 for label, count in Counter(labels).items()}
-    held: set[int] = set()
-    for index in balanced_order(labels, seed=0):
-        if left[labels[index]]:
-            left[labels[index]] -= 1
-            held.add(index)
-    kept = tuple(index for index in range(len(labels)) if index not in held)
-    name = f"{data.name} without val, a fifth of train held out"
-    return replace(data, name=name, train=Subset(data.train, kept), val=Subset(data.train, tuple(sorted(held))))
-
-
 def _is_split(method: str) -> bool:
     """Whether the predictor splits the budget of ``method``."""
     return method_called(method).split == "map"
@@ -210,7 +182,7 @@ def _asked(model: nn.Module, data: Data, config: CompareConfig, samples: Sequenc
         "model": digest(model),
         **data.facts,
         "config": settings,
-        "samples": [asdict(row) if isinstance(row, Sample) else list(row) for row in samples] if samples else None,
+        "samples": plain_rows(samples) if samples else None,
     }
 
 

@@ -23,15 +23,16 @@ from hetdpt.data.streams import Stream
 from hetdpt.errors import FileError, first_line
 from hetdpt.export.saved import load
 from hetdpt.files import written
+from hetdpt.keeping import recover_into
 from hetdpt.measurement.accuracy import evaluate
 from hetdpt.measurement.costs import Costs
 from hetdpt.measurement.speed import measure_throughput
 from hetdpt.modules import clone
-from hetdpt.pipeline import recover_into
 from hetdpt.plan import Plan, Site
 from hetdpt.predictor.allocate import Allocation
 from hetdpt.recovery import RecoverConfig
-from hetdpt.runs import CHECKPOINTS, SUMMARY, Checkpoints
+from hetdpt.runs.checkpoints import CHECKPOINTS, Checkpoints
+from hetdpt.runs.run import SUMMARY
 from hetdpt.selection.importance import Picked
 from hetdpt.selection.methods import method_called
 from hetdpt.selection.select import SelectConfig, select

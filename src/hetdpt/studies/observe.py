@@ -35,7 +35,9 @@ from hetdpt.modules import clone, digest, find_device
 from hetdpt.plan import KINDS, REMOVALS, Plan, Site
 from hetdpt.recovery import RecoverConfig
 from hetdpt.report.observation import draw, spell, write_csv
-from hetdpt.runs import CHECKPOINTS, METRICS, Checkpoints, Metrics, share
+from hetdpt.runs.checkpoints import CHECKPOINTS, Checkpoints
+from hetdpt.runs.metrics import METRICS, Metrics
+from hetdpt.runs.run import share
 from hetdpt.surgery import Removal, place_, removable
 
 RESULTS, TABLE, FIGURE = "results.json", "results.csv", "results.png"

@@ -1,0 +1,220 @@
+"""Selection and recovery, to files: what was killed goes on. The steps themselves are in their own rooms."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
+from copy import deepcopy
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from hetdpt.adapters.preprocessing import preprocessing_of
+from hetdpt.calibration import calibrate_
+from hetdpt.data.sources import Data, open_data
+from hetdpt.data.streams import Stream
+from hetdpt.data.unlabelled import ImageBatches
+from hetdpt.errors import FileError, HetDPTError, PlanError
+from hetdpt.export.saved import load, save
+from hetdpt.files import written
+from hetdpt.modules import clone, digest
+from hetdpt.plan import Budget, Plan
+from hetdpt.recovery import RecoverConfig, recover
+from hetdpt.runs.run import Run
+from hetdpt.selection.importance import Picked
+from hetdpt.selection.select import SelectConfig, StageProgress, select
+from hetdpt.surgery import merge_, place_, prune_
+from hetdpt.training.processes import start
+from hetdpt.training.trainer import Epoch, Progress
+
+EVERY = 50  # updates between two lines of metrics.jsonl
+CALIBRATION = 256  # images
+START = "start"
+
+
+def recover_into(
+    directory: Path,
+    student: nn.Module,
+    teacher: nn.Module | None,
+    data: str | Data,
+    config: RecoverConfig,
+    *,
+    plan: Plan | None = None,
+    calibration: int = CALIBRATION,
+    merges: bool = True,
+    device: str | None = None,
+    workers: int = 0,
+    minutes: float = 10.0,
+    tensorboard: bool = False,
+    watch: Callable[[Progress], None] | None = None,
+) -> Iterator[Epoch]:
+    """Recover ``student`` and write all of it to ``directory``; called again, it goes on where it was killed.
+
+    With a ``plan`` the student first loses its layers; replacements that are fitted are so on ``calibration`` training
+    images, and the student they make is saved as ``start``. When it is done there are saved models, merged unless told
+    not to be: ``best``, ``last`` and, with a moving average, ``ema``.
+    """
+    opened = data if isinstance(data, Data) else open_data(data)
+    processes = start(config.training.precision, device)
+    if plan is not None:
+        place_(clone(student), plan)  # a plan that does not fit is refused before anything is written
+    with processes.main_process_first():
+        asked = _asked(student, teacher, opened, config, processes.num_processes)
+        asked["precision"] = processes.mixed_precision  # what "auto" stands for on this device
+        if isinstance(opened.train, Stream):
+            asked["workers"] = workers  # they share out the shards, and so decide the order
+        if plan is not None:
+            asked |= {"plan": json.loads(plan.to_json()), "calibration": calibration if plan.fitted else None}
+        run = Run.open(directory, asked, minutes, has_board=tensorboard, is_first=processes.is_main_process)
+    if run.summary is None:
+        if plan is not None:
+            with processes.main_process_first():  # the others load what it saved
+                images = partial(_images, opened, calibration, config.training.seed, workers)
+                student = _start(run, asked, student.to(processes.device), plan, images)
+        epochs = recover(
+            student,
+            teacher,
+            opened,
+            config,
+            device=device,
+            workers=workers,
+            keeper=run.checkpoints,
+            watch=partial(_log, run, watch),
+        )
+        yield from _keep(run, epochs, merges)
+
+
+def select_into(
+    file: Path,
+    model: nn.Module,
+    data: str | Data,
+    budget: Budget | int,
+    method: str,
+    config: SelectConfig,
+    *,
+    overwrite: bool = False,
+    device: str | None = None,
+    workers: int = 0,
+    minutes: float = 10.0,
+    watch: Callable[[Picked], None] | None = None,
+    progress: StageProgress | None = None,
+) -> Plan:
+    """Choose layers and write the plan to ``file``; a search that was killed goes on from ``file.partial``."""
+    if file.is_dir() or (file.exists() and not overwrite):
+        raise FileError(f"{file} is there already; give another name, or --overwrite")
+    opened = data if isinstance(data, Data) else open_data(data)
+    processes = start(config.search.training.precision, device)
+    asked = {
+        "model": digest(model),
+        **opened.facts,
+        "processes": processes.num_processes,
+        "budget": asdict(budget) if isinstance(budget, Budget) else budget,
+        "method": method,
+        **asdict(config),
+    }
+    with processes.main_process_first():
+        run = Run.open(Path(f"{file}.partial"), asked, minutes, is_first=processes.is_main_process)
+    place: dict[str, Any] = {"device": device, "workers": workers, "watch": watch, "progress": progress}
+    with run.alone() if processes.is_main_process else nullcontext():
+        try:
+            plan = select(model, opened, budget, method, config, keeper=run.checkpoints, **place)
+        except HetDPTError:
+            if processes.is_main_process and not run.is_begun:
+                run.discard()
+            raise
+    if processes.is_main_process:
+        with written(file) as scratch:
+            scratch.write_text(f"{plan.to_json()}\n")
+        run.discard()
+    processes.wait_for_everyone()
+    return plan
+
+
+def _start(
+    run: Run, asked: dict[str, Any], student: nn.Module, plan: Plan, images: Callable[[nn.Module], Iterable[Tensor]]
+) -> nn.Module:
+    """Return the student as its training begins: pruned, or calibrated once and then loaded."""
+    if not plan.fitted:
+        return prune_(student, plan)
+    start = run.directory / START
+    made_of = json.dumps({key: asked[key] for key in ("student", "plan", "calibration", "data", "training.seed")})
+    note = start / "start.json"
+    if not note.is_file() or note.read_text() != made_of:
+        with run.alone():
+            calibrated = calibrate_(student, plan, images(student)).cpu()
+            save(calibrated, start, overwrite=True, notes={note.name: made_of})
+    return load(start)
+
+
+def _images(data: Data, count: int, seed: int, workers: int, model: nn.Module) -> Iterable[Tensor]:
+    if data.train is None:
+        raise PlanError("removal is calibrated on training images; open the data with the split train")
+    return ImageBatches(data.train, preprocessing_of(model), count=count, seed=seed, workers=workers)
+
+
+def _keep(run: Run, epochs: Iterator[Epoch], merges: bool) -> Iterator[Epoch]:
+    """Write what every epoch came to before handing it on, and at the end what the run came to."""
+    if not run.is_first:
+        yield from epochs
+        return
+    with run.alone():
+        for epoch in epochs:
+            run.metrics.write("epoch", **epoch.record())
+            _save(epoch, run.directory, merges)
+            yield epoch
+        run.finish(_summary(run.metrics.read("epoch")))
+
+
+def _log(run: Run, watch: Callable[[Progress], None] | None, now: Progress) -> None:
+    if now.update % EVERY == 0:
+        run.metrics.write("update", update=now.update, loss=now.mean_loss(), lr=now.lr)
+    if watch is not None:
+        watch(now)
+
+
+def _save(epoch: Epoch, directory: Path, merges: bool) -> None:
+    """Write the models that are due after ``epoch``: a better one than ever, and at the end those of the end."""
+    is_end = epoch.number == epoch.epochs
+    due = {"best": epoch.is_best, "last": is_end, "ema": is_end and epoch.average is not None}
+    for name in (name for name, is_due in due.items() if is_due):
+        model = epoch.average if name == "ema" else epoch.student
+        assert model is not None
+        copy = deepcopy(model).cpu()
+        save(merge_(copy) if merges else copy, directory / name, overwrite=True)
+
+
+def _summary(epochs: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return what a recovery came to: accuracies by name, time and speed."""
+    end = epochs[-1]
+    best = next(epoch["number"] for epoch in epochs if epoch["last"] == end["best"])
+    seconds = sum(epoch["seconds"] for epoch in epochs)
+    images = sum(epoch["images_per_second"] * epoch["seconds"] for epoch in epochs[1:])
+    return {
+        "start": epochs[0]["last"],
+        **{name: end[name] for name in ("last", "best", "ema")},
+        "best_epoch": best,
+        "epochs": end["epochs"],
+        "seconds": seconds,
+        "images_per_second": images / seconds,
+        "unreadable": sorted({name for epoch in epochs for name in epoch["unreadable"]}),
+    }
+
+
+def _asked(
+    student: nn.Module, teacher: nn.Module | None, data: Data, config: RecoverConfig, processes: int
+) -> dict[str, Any]:
+    """Return all that decides the outcome of a recovery, as plain JSON."""
+    settings = asdict(config)
+    for part in [part for part, value in settings.items() if isinstance(value, dict)]:
+        settings |= {f"{part}.{key}": value for key, value in settings.pop(part).items()}
+    return {
+        "student": digest(student),
+        "teacher": digest(teacher) if teacher is not None else None,
+        **data.facts,
+        "processes": processes,
+        **settings,
+    }

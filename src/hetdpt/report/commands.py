@@ -1,0 +1,49 @@
+"""The commands that made a run, and those that use what it made. No torch here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from shlex import join, quote
+from typing import Any
+
+from hetdpt.report.run import GOALS, RunRecord
+from hetdpt.runs.stages import CONFIG
+
+SHORT = ("weights", "num_classes", "img_size", "data_root", *GOALS, "method", "samples")
+YES = ("pretrained", "download")
+
+
+@dataclass(frozen=True)
+class Command:
+    about: str
+    text: str
+
+
+def commands(record: RunRecord) -> list[Command]:
+    """Return how the run was done, in several ways, and how its model is loaded."""
+    config = record.directory / CONFIG
+    found = [
+        Command("The same run, with every setting, from the command line", f"hetdpt run --config {quote(str(config))}"),
+        Command("The same in Python", f"import hetdpt\n\nhetdpt.run(hetdpt.RunConfig.resolve(file={str(config)!r}))"),
+        Command(f"In short; all else is as the recipe has it, or as {CONFIG} says", join(_words(record))),
+    ]
+    if (saved := record.results.save) is not None:
+        model = record.directory / saved.model
+        found.append(Command("The faster model in Python", f"import hetdpt\n\nmodel = hetdpt.load({str(model)!r})"))
+    return found
+
+
+def _words(record: RunRecord) -> list[str]:
+    config = record.config
+    words = ["hetdpt", "run", record.model, "--data", record.data]
+    for name in SHORT:
+        if config.get(name) is not None:
+            words += [f"--{name.replace('_', '-')}", _spell(config[name])]
+    words += [f"--{name}" for name in YES if config.get(name)]
+    if config.get("compare"):
+        words += ["--compare", ",".join(map(str, config["compare"]))]
+    return [*words, "--out", str(record.directory)]
+
+
+def _spell(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)

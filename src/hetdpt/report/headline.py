@@ -1,0 +1,137 @@
+"""What a run came to, in a few sentences and large numbers. No torch here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hetdpt.report.results import Analysis, Goal, Measured, Merge, Recovery, Speedup
+from hetdpt.report.run import RunRecord
+from hetdpt.report.words import amount, change, counted, interval, layers, milliseconds, percent, short, times, wanted
+
+NAMED = 8  # splits in a sentence
+FAR = 1.5  # times as long as a batch, the sum of its layers is in doubt
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One large number of the headline."""
+
+    label: str
+    value: str
+    notes: tuple[str, ...]
+
+
+def title(record: RunRecord) -> str:
+    """Return what the run came to, in a sentence without its point."""
+    measured = record.results.measure
+    if not record.is_finished:
+        return f"Not finished: next stage is {record.next_stage}"
+    return f"{_speed(measured.speedup)}, {_loss(measured)}" if measured else "Finished, nothing was measured"
+
+
+def _speed(found: Speedup) -> str:
+    if found.low <= 1 <= found.high:
+        return "No certain speedup"
+    return f"{times(found.value)} {'faster' if found.value > 1 else 'the speed'}"
+
+
+def _loss(measured: Measured) -> str:
+    points = measured.pruned.accuracy.top1 - measured.dense.accuracy.top1
+    text = f"{abs(points):.2f}"
+    if float(text) == 0:
+        return "just as accurate"
+    return f"{text} points {'more' if points > 0 else 'less'} accurate"
+
+
+def difference(measured: Measured) -> str:
+    """Return what the change of accuracy is in images, so that nobody takes it for more."""
+    count = measured.pruned.accuracy.count
+    points = measured.pruned.accuracy.top1 - measured.dense.accuracy.top1
+    images = round(abs(points) * count / 100)
+    more = "more are right" if points > 0 else "fewer are right" if images else "as many are right"
+    return f"Of {count:,} images, {f'{images:,} {more}' if images else more}."
+
+
+def doubt(measured: Measured) -> str:
+    """Return why the breakdown is not to be relied on; empty where it is as long as a batch."""
+    for side, whole in (("dense", measured.dense.ms), ("pruned", measured.pruned.ms)):
+        total = sum(measured.breakdown.get(side, {}).values())
+        if not whole / FAR < total < whole * FAR:
+            return (
+                f"layer by layer a batch of the {side} model took {milliseconds(total)}, but {milliseconds(whole)} as a "
+                "whole; was the machine busy with something else?"
+            )
+    return ""
+
+
+def lead(record: RunRecord) -> str:
+    """Return what was done, in a sentence or two."""
+    chosen, analysis = record.results.select, record.results.analyse
+    text = f"The model {record.model} on the data {record.data}"
+    if chosen is None:
+        return f"{text}."
+    gone = layers(len(chosen.plan.attention), len(chosen.plan.activation))
+    of = f" of {len(analysis.sites)} layers that can go" if analysis else ""
+    return f"{text} lost {gone}{of}, chosen by the method {chosen.method}."
+
+
+def tiles(record: RunRecord) -> list[Tile]:
+    """Return the large numbers, as far as they are known."""
+    measured, analysis = record.results.measure, record.results.analyse
+    if measured is None:
+        return [_dense_tile(analysis)] if analysis else []
+    dense, pruned, speed = measured.dense, measured.pruned, measured.speedup
+    kept = 100 * pruned.accuracy.top1 / dense.accuracy.top1 if dense.accuracy.top1 else None
+    known = f"{percent(dense.accuracy.top1)} before", f"{percent(kept, 1)} of it kept"
+    return [
+        Tile("accuracy", percent(pruned.accuracy.top1), known),
+        Tile("measured speedup", times(speed.value), ("95 % interval", interval(speed.low, speed.high))),
+        Tile("MACs", change(dense.macs, pruned.macs), _costs(dense.macs, pruned.macs)),
+        Tile("parameters", change(dense.params, pruned.params), _costs(dense.params, pruned.params)),
+    ]
+
+
+def _costs(before: float, after: float) -> tuple[str, str]:
+    return f"{amount(before)} before", f"{amount(after)} left"
+
+
+def _dense_tile(found: Analysis) -> Tile:
+    scores = found.accuracy
+    return Tile("dense accuracy", percent(scores.top1), ("95 % interval", interval(scores.low, scores.high)))
+
+
+def goal_line(goal: Goal) -> str:
+    """Return whether the goal was met and, if not, by how much it was missed."""
+    return f"Goal met: {wanted(goal.wanted)}" if goal.is_met else f"Goal missed: {goal.text}"
+
+
+def merged(found: Merge) -> str:
+    """Return what became of the FFNs whose activation went.
+
+    >>> merged(Merge(1, 0.0)), merged(Merge(5, 0.0))
+    ('1 FFN became one linear layer.', '5 FFNs became one linear layer each.')
+    """
+    return f"{counted(found.merged, 'FFN')} became one linear layer{' each' * (found.merged != 1)}."
+
+
+def trained(found: Recovery) -> str:
+    """Return how long the fine-tuning was."""
+    return f"After the layers went, the rest was trained for {counted(len(found.epochs) - 1, 'epoch')}."
+
+
+def confidence(record: RunRecord) -> list[str]:
+    """Return how sure the split is, a sentence each."""
+    found = record.results.allocate
+    if found is None:
+        return []
+    chosen, tied = found.chosen, found.tied
+    said = [f"{layers(found.budget.attention, found.budget.activation)} go."]
+    if chosen is not None:
+        said.append(f"Predicted {percent(chosen.predicted)}, 95 % interval {interval(chosen.low, chosen.high)}.")
+    splits = counted(len(found.table), "split")
+    said.append(f"The best of {splits} in {percent(100 * found.share, 0)} of the bootstrap draws.")
+    if tied:
+        names = ", ".join(short(row.budget) for row in tied[:NAMED])
+        more = f" and {len(tied) - NAMED} more" if len(tied) > NAMED else ""
+        said.append(f"It cannot be told from {names}{more}.")
+    return said

@@ -1,0 +1,57 @@
+"""Fine-tuning, epoch by epoch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from markupsafe import Markup
+
+from hetdpt.report.pictures.svg import Frame, circle, drawing, frame, line, mark, path, shape, tag, text
+from hetdpt.report.results import Epoch, Recovery
+from hetdpt.report.words import number, percent
+
+SERIES = {"last": "as trained", "ema": "moving average"}
+"""What is known of the accuracy of an epoch, and what to call it."""
+MARKERS = {"last": "o", "ema": "s", "loss": "D"}
+HIGH = 240.0
+
+
+def accuracies(recovery: Recovery, dense: float | None, width: float) -> Markup:
+    """Return accuracy by epoch, with the ``dense`` model as a level."""
+    values = [*(getattr(one, name) for one in recovery.epochs for name in SERIES), dense]
+    plot = _plot(recovery.epochs, [value for value in values if value is not None], "accuracy, %", width)
+    parts = [plot.axes()]
+    if dense is not None:
+        level = line(plot.x.start, plot.y(dense), plot.x.end, plot.y(dense), "level")
+        words = text(plot.x.end, plot.y(dense) - 6, f"dense {percent(dense)}", anchor="end")
+        parts.append(tag("g", level, words, data_series="dense"))
+    for name, said in SERIES.items():
+        parts.append(_curve(plot, recovery.epochs, name, lambda value, said=said: f"{percent(value)} {said}"))  # type: ignore[misc]
+    return drawing(width, plot.height, "accuracy by epoch of the fine-tuning", *parts)
+
+
+def losses(recovery: Recovery, width: float) -> Markup:
+    """Return training loss by epoch."""
+    values = [one.loss for one in recovery.epochs if one.loss is not None]
+    plot = _plot(recovery.epochs, values, "training loss", width)
+    curve = _curve(plot, recovery.epochs, "loss", lambda value: f"loss {number(value)}")
+    return drawing(width, plot.height, "training loss by epoch of the fine-tuning", plot.axes(), curve)
+
+
+def _plot(epochs: Sequence[Epoch], ys: Sequence[float], up: str, width: float) -> Frame:
+    return frame(width, HIGH, [one.number for one in epochs], ys, "epoch", up, is_whole=True)
+
+
+def _curve(plot: Frame, epochs: Sequence[Epoch], name: str, spell: Callable[[float], str]) -> Markup:
+    points = [(one.number, getattr(one, name)) for one in epochs if getattr(one, name) is not None]
+    at = [plot.at(*point) for point in points]
+    dots = [
+        mark(f"epoch {epoch}\n{spell(value)}", circle(*where, 9, "grasp"), dot(name, *where))
+        for (epoch, value), where in zip(points, at, strict=True)
+    ]
+    return tag("g", path(at, f"curve {name}") if len(at) > 1 else "", *dots, data_series=name)
+
+
+def dot(name: str, x: float, y: float) -> Markup:
+    """Return the marker of a curve."""
+    return shape(MARKERS[name], x, y, 3.6, f"dot {name}")

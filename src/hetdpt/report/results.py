@@ -1,0 +1,279 @@
+"""What the stages of a run came to, as values; named as in their ``stage.json``. No torch here.
+
+A stage may say more than is here; what a report does not show is passed over.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from hetdpt.plan import Budget, Kind, Site
+from hetdpt.predictor.prices import Prices
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Accuracy in percent, with its 95 % interval."""
+
+    top1: float
+    count: int
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Analysis:
+    """The dense model, and what it was measured on."""
+
+    model: str
+    device: str
+    processor: str
+    threads: int
+    dtype: str
+    blocks: int
+    sites: tuple[Site, ...]
+    accuracy: Scores
+    params: float
+    macs: float
+    prices: Prices | None = None
+
+
+@dataclass(frozen=True)
+class Gone:
+    """A layer that went for a sample, and its transfer entropy then."""
+
+    kind: Kind
+    block: int
+    te: float | None = None
+
+
+@dataclass(frozen=True)
+class Taken:
+    """A sample of accuracy: how many layers of each kind were gone, and which went last."""
+
+    attention: int
+    activation: int
+    accuracy: float
+    before: float | None = None
+    chain: str = ""
+    layers: tuple[Gone, ...] = ()
+
+    @property
+    def budget(self) -> Budget:
+        return Budget(self.attention, self.activation)
+
+
+@dataclass(frozen=True)
+class Collection:
+    samples: tuple[Taken, ...]
+    measured_on: str = ""
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """What is predicted without so many layers of each kind; ``low`` to ``high`` is the 95 % interval."""
+
+    attention: int
+    activation: int
+    predicted: float
+    low: float
+    high: float
+    is_beyond: bool
+    macs: float | None = None
+    params: float | None = None
+    speedup: float | None = None
+    share: float = 0.0
+    is_tied: bool = False
+    measured: float | None = None
+
+    @property
+    def budget(self) -> Budget:
+        return Budget(self.attention, self.activation)
+
+
+@dataclass(frozen=True)
+class Fit:
+    """The accuracy predictor MAP."""
+
+    blocks: int
+    degree: int
+    mae: float
+    rmse: float
+    explained: float
+    formula: str
+    pruned_formula: str
+    samples: tuple[Taken, ...]
+    surface: tuple[Predicted, ...]
+    warnings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """How many layers of each kind go, and what else would have met the goal."""
+
+    wanted: dict[str, float]
+    budget: Budget
+    share: float
+    table: tuple[Predicted, ...]
+    frontier: tuple[Predicted, ...]
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def chosen(self) -> Predicted | None:
+        """The row of the table that was taken."""
+        return next((row for row in self.table if row.budget == self.budget), None)
+
+    @property
+    def tied(self) -> tuple[Predicted, ...]:
+        """The others of the table that the best cannot be told from."""
+        return tuple(row for row in self.table if row.is_tied and row.budget != self.budget)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Which layers go, by the numbers of their blocks."""
+
+    attention: tuple[int, ...]
+    activation: tuple[int, ...]
+    removal: Any = None
+
+
+@dataclass(frozen=True)
+class Pick:
+    kind: Kind
+    block: int
+    score: float | None = None
+
+
+@dataclass(frozen=True)
+class Selection:
+    method: str
+    plan: Choice
+    picks: tuple[Pick, ...] = ()
+    """In the order in which they went."""
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """Number 0 is before training."""
+
+    number: int
+    loss: float | None = None
+    last: float | None = None
+    best: float | None = None
+    ema: float | None = None
+
+
+@dataclass(frozen=True)
+class Recovery:
+    epochs: tuple[Epoch, ...]
+
+
+@dataclass(frozen=True)
+class Merge:
+    merged: int
+    difference: float
+
+
+@dataclass(frozen=True)
+class Side:
+    """One of the two models that are compared."""
+
+    accuracy: Scores
+    params: float
+    macs: float
+    ms: float
+    throughput: float
+
+
+@dataclass(frozen=True)
+class Speedup:
+    value: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Measured:
+    dense: Side
+    pruned: Side
+    speedup: Speedup
+    device: str
+    processor: str
+    threads: int
+    dtype: str
+    batch: int
+    breakdown: dict[str, dict[str, float]] = field(default_factory=dict)
+    """Milliseconds of a batch by kind of layer, of ``dense`` and ``pruned``."""
+
+
+@dataclass(frozen=True)
+class Saved:
+    model: str
+    onnx: str | None = None
+    bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class Row:
+    """Another method, with as many layers and the same fine-tuning."""
+
+    method: str
+    accuracy: float
+    plan: Choice | None = None
+    start: float | None = None
+    params: float | None = None
+    macs: float | None = None
+    ms: float | None = None
+    speedup: float | None = None
+    low: float | None = None
+    high: float | None = None
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    rows: tuple[Row, ...]
+    images: int
+
+
+@dataclass(frozen=True)
+class Results:
+    """What each stage came to, by its name; None where it is not done, or not a part of the run."""
+
+    analyse: Analysis | None = None
+    collect: Collection | None = None
+    fit: Fit | None = None
+    allocate: Allocation | None = None
+    select: Selection | None = None
+    recover: Recovery | None = None
+    merge: Merge | None = None
+    measure: Measured | None = None
+    save: Saved | None = None
+    compare: Comparison | None = None
+
+
+@dataclass(frozen=True)
+class Next:
+    """What to try where the goal was missed."""
+
+    budget: dict[str, Any]
+    command: str
+
+
+@dataclass(frozen=True)
+class Goal:
+    wanted: dict[str, Any]
+    is_met: bool
+    text: str
+    next: Next | None = None
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What the whole run came to, as far as no stage says it."""
+
+    goal: Goal | None = None
+    warnings: tuple[str, ...] = ()
+    seconds: float | None = None

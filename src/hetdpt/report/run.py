@@ -1,0 +1,206 @@
+"""Run directories, read into frozen values for a report. No torch here, and nothing is computed anew."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field, fields
+from functools import cached_property
+from math import isfinite
+from pathlib import Path
+from typing import Any, TypeVar, get_args, get_type_hints
+
+import yaml
+from pydantic import TypeAdapter, ValidationError
+
+from hetdpt.errors import FileError, first_line
+from hetdpt.plan import Kind
+from hetdpt.report.results import Results, Summary
+from hetdpt.runs.asked import read_json
+from hetdpt.runs.stages import CONFIG, STAGE, STAGES, SUMMARY, StageRecord, read_stages
+from hetdpt.selection.methods import METHODS
+
+GOALS = ("layers", "speedup", "macs", "params")
+BY_SPLIT = ("collect", "fit", "allocate")  # the stages of methods that split the budget by the predictor
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """A run as it stands: what it was asked for, and what its stages came to."""
+
+    directory: Path
+    config: dict[str, Any]
+    """What ``config.yaml`` says."""
+    config_text: str
+    stages: tuple[StageRecord, ...]
+    """Those that are begun or done, in order."""
+    results: Results = field(default_factory=Results)
+    summary: Summary | None = None
+    """None until the run is finished."""
+    summary_values: dict[str, Any] | None = None
+    """The same as plain JSON, and all else that it says."""
+
+    @classmethod
+    def read(cls, directory: Path, summary: dict[str, Any] | None = None) -> RunRecord:
+        """Return the run in ``directory``; ``FileError`` if it holds none, or a damaged one.
+
+        ``summary`` is what its ``summary.json`` will say, where that is not written yet.
+        """
+        stages, file = tuple(read_stages(directory)), directory / SUMMARY
+        if summary is None and file.is_file():
+            summary = read_json(file)
+        text, config = _read_config(directory / CONFIG)
+        return cls(
+            directory=directory,
+            config=config,
+            config_text=text,
+            stages=stages,
+            results=_results(stages),
+            summary=None if summary is None else _checked(Summary, summary, file),
+            summary_values=summary,
+        )
+
+    @property
+    def name(self) -> str:
+        """What the run is called: its directory."""
+        return self.directory.resolve().name
+
+    @property
+    def model(self) -> str:
+        return str(self.config.get("model", ""))
+
+    @property
+    def data(self) -> str:
+        return str(self.config.get("data", ""))
+
+    @property
+    def method(self) -> str:
+        return str(self.config.get("method", ""))
+
+    @property
+    def goals(self) -> dict[str, Any]:
+        """What the run was to reach, by name."""
+        return {name: self.config[name] for name in GOALS if self.config.get(name) is not None}
+
+    @property
+    def is_finished(self) -> bool:
+        return self.summary is not None
+
+    @property
+    def next_stage(self) -> str | None:
+        """The stage that is to be done next; None where none is left."""
+        done = {stage.name for stage in self.stages if stage.is_done}
+        left = [name for name in self.planned if name not in done]
+        return None if self.is_finished or not left else left[0]
+
+    @property
+    def planned(self) -> list[str]:
+        """The names of the stages that the configuration asks for, and of those that are there, in order."""
+        row = METHODS.get(self.method)
+        is_needed = dict.fromkeys(STAGES, True)
+        is_needed |= dict.fromkeys(BY_SPLIT, row is None or row.split == "map")
+        is_needed["collect"] &= not self.config.get("samples")
+        is_needed["compare"] = bool(self.config.get("compare"))
+        there = {stage.name for stage in self.stages}
+        return [name for name in STAGES if is_needed[name] or name in there]
+
+    @cached_property
+    def entropies(self) -> dict[tuple[Kind, int], float]:
+        """Transfer entropy of the layers that went for samples, by kind and block: when it was first asked for."""
+        found: dict[tuple[Kind, int], float] = {}
+        for sample in self.results.collect.samples if self.results.collect else ():
+            for layer in sample.layers:
+                if layer.te is not None:
+                    found.setdefault((layer.kind, layer.block), layer.te)
+        return found
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What makes the numbers doubtful, a sentence each."""
+        said = self.summary or self.results.allocate or self.results.fit
+        return (*(said.warnings if said else ()), *self._mixed())
+
+    def _mixed(self) -> Iterable[str]:
+        for package, found in self.versions.items():
+            if len(found) > 1:
+                yield f"stages were done with different versions of {package}: {', '.join(found)}"
+
+    @property
+    def versions(self) -> dict[str, tuple[str, ...]]:
+        """The versions of each package that stages were done with."""
+        found: dict[str, dict[str, None]] = {}
+        for stage in self.stages:
+            for package, version in stage.versions.items():
+                found.setdefault(package, {})[version] = None
+        return {package: tuple(versions) for package, versions in found.items()}
+
+    @property
+    def seconds(self) -> float:
+        """Time at work, of all stages."""
+        return sum(stage.seconds for stage in self.stages)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all of it as plain JSON, with the same keys for every run; what is not there is None."""
+        records = {stage.name: stage for stage in self.stages}
+        values: dict[str, Any] = _plain(
+            {
+                "name": self.name,
+                "directory": str(self.directory),
+                "is_finished": self.is_finished,
+                "next_stage": self.next_stage,
+                "config": self.config,
+                "summary": self.summary_values,
+                "stages": {name: _values(records[name]) if name in records else None for name in STAGES},
+                "versions": self.versions,
+                "seconds": self.seconds,
+                "warnings": self.warnings,
+            }
+        )
+        return values
+
+
+def _results(stages: Iterable[StageRecord]) -> Results:
+    types = {name: get_args(hint)[0] for name, hint in get_type_hints(Results).items()}
+    names = {one.name for one in fields(Results)}
+    done = (stage for stage in stages if stage.name in names and stage.is_done)
+    return Results(**{stage.name: _checked(types[stage.name], stage.result, stage.directory / STAGE) for stage in done})
+
+
+def _checked(kind: type[T], values: Any, file: Path) -> T:
+    try:
+        return TypeAdapter(kind).validate_python(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise FileError(
+            f"{file} is not what this version of hetdpt writes ({where}: {first['msg']}); run hetdpt run again"
+        ) from None
+
+
+def _read_config(file: Path) -> tuple[str, dict[str, Any]]:
+    try:
+        text = file.read_text()
+        values = yaml.safe_load(text)
+        if not isinstance(values, dict):
+            raise ValueError("no settings")
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise FileError(f"{file} cannot be read ({first_line(error)}); give another run") from None
+    return text, values
+
+
+def _values(stage: StageRecord) -> dict[str, Any]:
+    values = asdict(stage) | {"is_done": stage.is_done, "fingerprint": stage.fingerprint}
+    del values["name"], values["directory"]
+    return values
+
+
+def _plain(value: Any) -> Any:
+    """Return what JSON has a word for: no infinity, no tuple, no date."""
+    if isinstance(value, dict):
+        return {str(key): _plain(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(one) for one in value]
+    if isinstance(value, float):
+        return value if isfinite(value) else None
+    return value if isinstance(value, str | int | None) else str(value)

@@ -1,0 +1,247 @@
+"""The stages of a run directory: numbered folders, each with what it was asked for and what it came to. No torch here.
+
+RUN/config.yaml         the whole configuration
+RUN/flow.json           the names of the stages that the run has
+RUN/summary.json        what the run came to, once it is done
+RUN/04-allocate/        a stage; its number is that of its name in ``STAGES``
+    stage.json          what it was asked for and, once it is done, what it came to
+    now.json            while it is at work: how far it is
+    work/               what it needs to go on after a kill, and what it leaves behind
+
+A stage was asked for ``settings``, which are fields of the configuration, and ``inputs``, which are checksums of what
+other stages came to. Both equal: it is not done again. Paths in here are relative, so that a run can be moved.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from hetdpt.errors import FileError, first_line
+from hetdpt.files import require_new, written
+from hetdpt.runs.alone import alone
+from hetdpt.runs.asked import first_difference, read_json
+
+STAGES = (
+    "analyse", "collect", "fit", "allocate", "select", "recover", "merge", "measure", "save", "compare", "report",
+)  # fmt: skip
+CONFIG, FLOW, SUMMARY = "config.yaml", "flow.json", "summary.json"
+STAGE, NOW, WORK = "stage.json", "now.json", "work"
+BEAT = 2.0  # seconds between two notes of how far a stage is
+
+
+@dataclass(frozen=True)
+class StageRecord:
+    """One stage of a run, begun or done."""
+
+    name: str
+    directory: Path
+    asked: dict[str, dict[str, Any]]
+    """``settings`` and ``inputs``, as plain JSON."""
+    begun: str = ""
+    """When, in UTC."""
+    seconds: float = 0.0
+    """At work, all in all."""
+    versions: dict[str, str] = field(default_factory=dict)
+    """Of the libraries that it was done with."""
+    result: dict[str, Any] | None = None
+    """What it came to, as plain JSON; None until it is done."""
+
+    @property
+    def number(self) -> int:
+        return STAGES.index(self.name) + 1
+
+    @property
+    def is_done(self) -> bool:
+        return self.result is not None
+
+    @property
+    def fingerprint(self) -> str:
+        return checksum(self.asked)
+
+    @property
+    def now(self) -> dict[str, Any]:
+        """How far it is: ``text``, ``done``, ``total``, ``time`` and ``seconds`` at work; empty where nobody knows."""
+        try:
+            return read_json(self.directory / NOW)
+        except FileError:
+            return {}
+
+    def write(self) -> None:
+        """Write ``stage.json``, at once."""
+        values = {"stage": self.name, "fingerprint": self.fingerprint, "is_done": self.is_done, **asdict(self)}
+        del values["name"], values["directory"]
+        self.directory.mkdir(parents=True, exist_ok=True)
+        with written(self.directory / STAGE) as scratch:
+            scratch.write_text(json.dumps(values, indent=1) + "\n")
+
+    @classmethod
+    def read(cls, directory: Path) -> StageRecord:
+        file = directory / STAGE
+        values = read_json(file)
+        names = ("asked", "begun", "seconds", "versions", "result")
+        try:
+            found = cls(values["stage"], directory, **{name: values[name] for name in names})
+            is_sound = found.name in STAGES and found.fingerprint == values["fingerprint"]
+            if not is_sound or not isinstance(found.result, dict | None):
+                raise ValueError
+        except (KeyError, TypeError, ValueError):
+            raise FileError(f"{file} is damaged; do that stage again with --redo {directory.name[3:]}") from None
+        return found
+
+
+def stage_directory(run: Path, name: str) -> Path:
+    """Return the folder of a stage.
+
+    >>> stage_directory(Path("RUN"), "allocate").name
+    '04-allocate'
+    """
+    return run / f"{STAGES.index(name) + 1:02d}-{name}"
+
+
+def read_stages(run: Path) -> list[StageRecord]:
+    """Return the stages that are begun or done in a run directory, in order; ``FileError`` if it is none."""
+    if not (run / CONFIG).is_file():
+        raise FileError(f"{run} is no directory of hetdpt run: it has no {CONFIG}; give one that has")
+    folders = (stage_directory(run, name) for name in STAGES)
+    return [StageRecord.read(folder) for folder in folders if (folder / STAGE).is_file()]
+
+
+def read_flow(run: Path) -> tuple[str, ...]:
+    """Return the names of the stages that a run has, in order; all there are where nobody has written them."""
+    file = run / FLOW
+    if not file.is_file():
+        return STAGES
+    try:
+        found = json.loads(file.read_text())
+        return tuple(name for name in STAGES if name in found)
+    except (OSError, ValueError, TypeError) as error:
+        raise FileError(f"{file} is damaged ({first_line(error)}); the command of the run writes it again") from None
+
+
+def begin(
+    run: Path,
+    name: str,
+    settings: Mapping[str, Any],
+    inputs: Mapping[str, Any],
+    versions: dict[str, str],
+    is_derived: bool = False,
+) -> StageRecord:
+    """Return the stage as it was left, or begun; ``FileError`` if it was begun with something else.
+
+    One that ``is_derived`` costs nothing, and is begun anew instead.
+    """
+    folder, asked = stage_directory(run, name), {"settings": dict(settings), "inputs": dict(inputs)}
+    if (folder / STAGE).is_file():
+        record = StageRecord.read(folder)
+        difference = first_difference(record.asked, asked)
+        if difference is None:
+            return replace(record, seconds=record.seconds or record.now.get("seconds", 0.0))
+        if not is_derived:
+            raise FileError(_changed(run, name, difference))
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    record = StageRecord(name, folder, json.loads(json.dumps(asked)), now, versions=versions)
+    record.write()
+    return record
+
+
+@contextmanager
+def held(run: Path, config: str, settings: Mapping[str, Mapping[str, Any]], redo: str | None = None) -> Iterator[None]:
+    """Hold a run directory, new or begun; ``FileError`` where a stage was begun with other ``settings``, by its name.
+
+    ``redo`` first removes that stage and all that follow. The ``config`` is written once nothing is refused.
+    """
+    _make(run)
+    with alone(run):
+        kept = STAGES[: STAGES.index(redo)] if redo else STAGES
+        for name in (name for name in settings if name in kept):
+            _require_same_settings(run, name, settings[name])
+        if redo:
+            _undo(run, redo)
+        for name, text in {FLOW: json.dumps(list(settings)), CONFIG: config}.items():
+            _write(run / name, text)
+        yield
+
+
+def _write(file: Path, text: str) -> None:
+    """Write ``text`` at once, unless it is there already."""
+    if not file.is_file() or file.read_text() != text:
+        with written(file) as scratch:
+            scratch.write_text(text)
+
+
+def _make(run: Path) -> None:
+    """Make a run directory, unless it is one; what holds other things is refused."""
+    if not run.is_dir():
+        require_new(run)
+    try:
+        run.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise FileError(f"{run} cannot be written: {error.strerror}; give another place") from None
+    left_by_kills = f".{CONFIG}.", f".{FLOW}.", FLOW
+    others = [file for file in run.iterdir() if not file.name.startswith(left_by_kills)]
+    if others and not (run / CONFIG).is_file():
+        raise FileError(f"{run} holds other things than a run; give a new or an empty directory")
+
+
+def _require_same_settings(run: Path, name: str, settings: Mapping[str, Any]) -> None:
+    if (stage_directory(run, name) / STAGE).is_file():
+        before = StageRecord.read(stage_directory(run, name)).asked["settings"]
+        if difference := first_difference(before, dict(settings)):
+            raise FileError(_changed(run, name, difference))
+
+
+def _changed(run: Path, name: str, difference: str) -> str:
+    return (
+        f"the stage {name} of {run} was begun with {difference}; give the same again to go on, another --out, or "
+        f"--redo {name} to do it and all that follow anew"
+    )
+
+
+def _undo(run: Path, name: str) -> None:
+    """Remove a stage and all that come after it, the last one first, and what the run came to."""
+    (run / SUMMARY).unlink(missing_ok=True)
+    for later in reversed(STAGES[STAGES.index(name) :]):
+        folder = stage_directory(run, later)
+        if folder.is_dir():
+            (folder / STAGE).unlink(missing_ok=True)  # first: what a kill leaves here then counts as not begun
+            shutil.rmtree(folder)
+
+
+class Clock:
+    """Tells how long a stage has been at work, and writes now and then how far it is."""
+
+    def __init__(self, record: StageRecord) -> None:
+        self.record, self._begun, self._last = record, time.monotonic() - record.seconds, 0.0
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self._begun
+
+    def note(self, text: str, done: int, total: int) -> None:
+        if time.monotonic() - self._last < BEAT:
+            return
+        self._last = time.monotonic()
+        values = {"text": text, "done": done, "total": total, "time": time.time(), "seconds": self.seconds}
+        with written(self.record.directory / NOW) as scratch:
+            scratch.write_text(json.dumps(values))
+
+    def finish(self, result: dict[str, Any]) -> StageRecord:
+        """Write what the stage came to."""
+        done = replace(self.record, result=json.loads(json.dumps(result)), seconds=self.seconds)
+        done.write()
+        (self.record.directory / NOW).unlink(missing_ok=True)
+        return done
+
+
+def checksum(values: Any) -> str:
+    """Return the SHA-256 of plain JSON."""
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,136 @@
+"""How many layers of each kind go: measure the dense model, sample accuracy, fit a predictor, split the budget."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from hetdpt.collection.collect import collect_into, read_samples
+from hetdpt.collection.work import Done
+from hetdpt.data.held_out import hold_out
+from hetdpt.data.sources import Data
+from hetdpt.data.streams import Stream
+from hetdpt.measurement.accuracy import evaluate
+from hetdpt.measurement.costs import Costs
+from hetdpt.measurement.machine import Machine
+from hetdpt.plan import Budget, Sample
+from hetdpt.predictor.allocate import allocate as split_budget
+from hetdpt.predictor.allocate import frontier, surface
+from hetdpt.predictor.polynomial import Predictor, Row, fit_predictor
+from hetdpt.predictor.prices import Prices
+from hetdpt.predictor.pricing import measure_prices
+from hetdpt.report.frontier import summary, values_of
+from hetdpt.stages.task import Result, Task
+from hetdpt.surgery import known, ready, removable, survey_of
+
+
+def analyse(task: Task) -> Result:
+    """Return what the dense model is and costs: its layers that can go, accuracy, MACs, and the price of each layer."""
+    config, model = task.config, task.model
+    base = ready(model, config.removal)
+    size, weight = known(base).survey.input_size, next(model.parameters())
+    scores = evaluate(model, task.data, workers=config.workers, progress=task.part("evaluating the dense model"))
+    task.note(f"dense: {scores.top1:.2f} % of {scores.count} images", best=scores.top1)
+    prices = measure_prices(model, removal=config.removal, batch=config.batch, progress=task.progress)
+    costs = Costs.of(model, size)
+    return {
+        "model": config.model,
+        **asdict(Machine.of(weight.device)),
+        "dtype": str(weight.dtype).removeprefix("torch."),
+        "blocks": known(base).survey.anatomy.blocks,
+        "input_size": size,
+        "classes": task.data.num_classes,
+        "sites": [{"kind": site.kind, "block": site.block, "path": site.path} for site in removable(base)],
+        "accuracy": asdict(scores),
+        "params": costs.params,
+        "macs": costs.macs,
+        "prices": json.loads(prices.to_json()),
+    }
+
+
+def collect(task: Task) -> Result:
+    """Return samples of accuracy after brief fine-tunings, measured on training images that are held out."""
+    config, found = task.config, list[Done]()
+    held, measured_on = _held_out(task.data)
+    steps = collect_into(
+        task.directory, task.model, held, config.collect_config, task.place, prices=prices_of(task.results["analyse"])
+    )
+    for done in steps:
+        found.append(done)
+        budget = done.step.budget
+        task.note(f"sample {budget.attention}+{budget.activation}: {done.step.accuracy:.2f} %")
+    return {"samples": [_sample(done) for done in found], "measured_on": measured_on}
+
+
+def _held_out(data: Data) -> tuple[Data, str]:
+    """Return the data with images to measure samples on, and which those are; a stream has none to hold out."""
+    if isinstance(data.train, Stream):
+        return data, "the validation images, as none of a stream can be held out"
+    held = hold_out(data)
+    assert held.val is not None
+    return held, f"{len(held.val)} training images that were held out"
+
+
+def _sample(done: Done) -> dict[str, Any]:
+    step = done.step
+    return {
+        **asdict(step.budget),
+        "before": step.before,
+        "accuracy": step.accuracy,
+        "chain": done.node.chain,
+        "layers": [{"kind": pick.site.kind, "block": pick.site.block, "te": pick.te} for pick in step.picks],
+        "seconds": step.seconds,
+    }
+
+
+def fit(task: Task) -> Result:
+    """Return the predictor of accuracy by layers removed: its degree, its error, and what it predicts everywhere."""
+    predictor = predictor_of(task)
+    found = summary(predictor, ())
+    samples = [asdict(_budget(row, predictor)) | {"accuracy": row[2]} for row in _points(predictor)]
+    return {
+        "blocks": predictor.blocks,
+        **found["fit"],
+        "samples": samples,
+        "surface": [values_of(split) for split in surface(predictor, prices_of(task.results["analyse"]))],
+        "warnings": found["warnings"],
+    }
+
+
+def _points(predictor: Predictor) -> list[tuple[float, float, float]]:
+    return [(a, t, value) for (a, t), value in zip(predictor.points, predictor.accuracies, strict=True)]
+
+
+def _budget(row: tuple[float, float, float], predictor: Predictor) -> Budget:
+    return Budget(*(round((1 - ratio) * predictor.blocks) for ratio in row[:2]))
+
+
+def allocate(task: Task) -> Result:
+    """Return how many layers of each kind go, and how sure that is."""
+    config, predictor = task.config, predictor_of(task)
+    prices = prices_of(task.results["analyse"])
+    wanted: dict[str, Any] = config.with_numbers(prices.dense).wanted.conditions
+    allocation = split_budget(predictor, prices=prices, **wanted)
+    best = allocation.best
+    task.note(f"{best} go: predicted {best.accuracy:.2f} %, wins {100 * best.share:.0f} % of bootstrap draws")
+    found = summary(predictor, frontier(predictor, prices), allocation, prices)
+    names = ("wanted", "budget", "table", "frontier", "warnings")
+    return {**{name: found[name] for name in names}, "share": best.share, "speedup": best.speedup}
+
+
+def predictor_of(task: Task) -> Predictor:
+    return fit_predictor(samples_of(task), task.results["analyse"]["blocks"])
+
+
+def samples_of(task: Task) -> Sequence[Row]:
+    """Return the samples of the run: those that were given, or those that were collected."""
+    if task.config.samples is not None:
+        return read_samples(task.config.samples, survey_of(task.model).anatomy.blocks)
+    values = task.results["collect"]["samples"]
+    return [Sample(Budget(row["attention"], row["activation"]), row["accuracy"]) for row in values]
+
+
+def prices_of(analysis: Result) -> Prices:
+    return Prices.from_json(json.dumps(analysis["prices"]))

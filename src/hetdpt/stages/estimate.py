@@ -1,0 +1,393 @@
+"""A dry run: what a run will do, and about how long, from steps that were tried and timed (``trial``). It writes
+nothing to the run directory.
+
+Steps are tried on the dense model. Those of a run are on models with fewer layers, so that times and sizes come out
+rather too large than too small.
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+
+from hetdpt.collection.tree import DENSE, LETTERS, Node, tree_of
+from hetdpt.config import RunConfig
+from hetdpt.data.held_out import hold_out
+from hetdpt.data.sources import Data
+from hetdpt.data.streams import Stream
+from hetdpt.entropy import require_offered
+from hetdpt.errors import TrainError
+from hetdpt.measurement.machine import Machine
+from hetdpt.plan import KINDS, Budget, Kind, Plan
+from hetdpt.runs.checkpoints import KEPT
+from hetdpt.runs.stages import CONFIG, read_stages
+from hetdpt.selection.methods import Method, method_called
+from hetdpt.selection.select import kinds_of
+from hetdpt.stages import trial
+from hetdpt.stages.outcome import TIMING_SECONDS
+from hetdpt.stages.trial import Training
+from hetdpt.surgery import known, ready, removable
+from hetdpt.training.processes import start
+
+TABLE, BREAKDOWN, WARMUP, RUNS = 112, 20, 10, 100  # batches: latency_table, latency_breakdown, measure_throughput
+PART = 3  # where the goal is no number of layers, one in so many is taken to go
+StageProgress = Callable[[str, int, int], None]
+"""Called with what is being done and (steps done, in all)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageEstimate:
+    """What one stage will do."""
+
+    stage: str
+    text: str
+    """In words."""
+    updates: int = 0
+    """Of weights, in all its trainings."""
+    evaluations: int = 0
+    """Images evaluated; one that is so twice counts twice."""
+    seconds: float | None = None
+    """None for a moment, which is not worth a trial."""
+    left: int = 0
+    """Bytes on disk when it is done."""
+    most: int = 0
+    """Bytes on disk at most before that."""
+    is_done: bool = False
+    """Whether the run directory has it already."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """What a run will do, and what that takes on this machine."""
+
+    stages: tuple[StageEstimate, ...]
+    device: str
+    processor: str
+    threads: int
+    memory: int
+    """Bytes in use at most while steps were tried."""
+    memory_of: str
+    """By whom."""
+    layers: int
+    """How many are taken to go."""
+    is_guess: bool
+    """Whether that is a guess, since the goal is another."""
+
+    @property
+    def seconds(self) -> float:
+        """Of all that is left to do."""
+        return sum(stage.seconds or 0.0 for stage in self.stages if not stage.is_done)
+
+    @property
+    def disk(self) -> int:
+        """Bytes in the run directory at most."""
+        left, most = 0, 0
+        for stage in self.stages:
+            most = max(most, left + stage.most)
+            left += stage.left
+        return max(most, left)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as plain JSON."""
+        return {**asdict(self), "seconds": self.seconds, "disk": self.disk}
+
+
+def estimate(config: RunConfig, model: nn.Module, data: Data, progress: StageProgress | None = None) -> Estimate:
+    """Return what a run of ``config`` will do, stage by stage, and about how long on this device.
+
+    ``model`` is moved to the device and otherwise left alone. The trials take about as long as a dozen updates of the
+    weights.
+
+    >>> import timm
+    >>> from hetdpt.data.sources import open_data
+    >>> model = timm.create_model("vit_tiny_patch16_224", img_size=16, patch_size=4, depth=3, num_classes=10)
+    >>> config = RunConfig(model="tiny", data="demo", out="nowhere", layers=2, method="random", images=16)
+    >>> {stage.stage: stage.updates for stage in estimate(config, model, open_data("demo")).stages if stage.updates}
+    {'recover': 220}
+    """
+    processes = start(config.recovery.training.precision, config.device)
+    if processes.num_processes > 1:
+        raise TrainError("a dry run is of one process; leave torchrun or accelerate launch out")
+    device = processes.device
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    forecast = _Forecast(config, model.to(device), data, progress)
+    is_begun = (config.out / CONFIG).is_file()
+    done = [stage.name for stage in read_stages(config.out) if stage.is_done] if is_begun else []
+    stages = tuple(replace(stage, is_done=stage.stage in done) for stage in forecast.stages())
+    return Estimate(
+        stages=stages,
+        **asdict(Machine.of(device)),
+        **_memory(device),
+        layers=forecast.layers,
+        is_guess=config.layers is None,
+    )
+
+
+def _memory(device: torch.device) -> dict[str, Any]:
+    """Return how many bytes were in use at most, and by whom."""
+    if device.type == "cuda":
+        return {"memory": torch.cuda.max_memory_allocated(device), "memory_of": "tensors on the GPU"}
+    unit = 1 if sys.platform == "darwin" else 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return {"memory": peak, "memory_of": "this process with its libraries; processes that read images come on top"}
+
+
+class _Forecast:
+    """What each stage will do; a step is tried when the first stage needs it."""
+
+    def __init__(self, config: RunConfig, model: nn.Module, data: Data, progress: StageProgress | None) -> None:
+        self.config, self.model, self.data, self.progress = config, model, data, progress
+        base = ready(model, config.removal)
+        self.blocks, self.sites = known(base).survey.anatomy.blocks, removable(base)
+        kinds = [site.kind for site in self.sites]
+        self.offered = Budget(kinds.count("attention"), kinds.count("activation"))
+        self.layers = config.layers or max(len(kinds) // PART, 1)
+        self.weights = sum(tensor.nbytes for tensor in model.state_dict().values())
+        require_offered(self.sites, self._kinds(method_called(config.method)))
+
+    def stages(self) -> list[StageEstimate]:
+        """Return the stages that the run has."""
+        config = self.config
+        flow: list[tuple[Callable[[], StageEstimate], bool]] = [
+            (self._analyse, True),
+            (self._collect, config.is_sampled),
+            (lambda: StageEstimate(stage="fit", text="how accuracy depends on the layers removed"), config.is_split),
+            (lambda: StageEstimate(stage="allocate", text="how many layers of each kind go"), config.is_split),
+            (self._select, True),
+            (self._recover, True),
+            (self._merge, True),
+            (self._measure, True),
+            (self._save, True),
+            (self._compare, bool(config.compare)),
+            (lambda: StageEstimate(stage="report", text="summary.json, report.html, report.md, report.json"), True),
+        ]
+        return [work() for work, is_needed in flow if is_needed]
+
+    # the stages
+
+    def _analyse(self) -> StageEstimate:
+        count, sites = self._validation, len(self.sites)
+        timing = TABLE * self._batch + sites * self._counting
+        return StageEstimate(
+            stage="analyse",
+            text=f"the dense model on {count} images; {sites} layers counted and timed",
+            evaluations=count,
+            seconds=count * self._evaluation + timing,
+        )
+
+    def _collect(self) -> StageEstimate:
+        nodes, training = self._nodes, self._collection
+        count, each = _count(self._held), self._collection.evaluations
+        evaluations = count * (1 + len(nodes) * each)  # the dense model is a sample too
+        taken = sum(self._choice(kind) for node in nodes for kind in node.new)
+        ends = len(nodes) - len({node.parent for node in nodes if node.parent != DENSE})
+        models = 1 + ends + any(node.parent == LETTERS["attention"] for node in nodes)
+        left = models * self.weights
+        return StageEstimate(
+            stage="collect",
+            text=f"{1 + len(nodes)} samples, {_spell(training)} each, measured on {count} images held out",
+            updates=len(nodes) * training.updates,
+            evaluations=evaluations,
+            seconds=taken + len(nodes) * (self._training(training) + 2 * self._saving) + evaluations * self._evaluation,
+            left=left,
+            most=left + 2 * self.weights + _checkpoints(training),
+        )
+
+    def _select(self) -> StageEstimate:
+        seconds, training = self._selection(method_called(self.config.method))
+        how = f"a search of {_spell(training)}" if training else f"{self.config.images} training images"
+        about = "about " if self.config.layers is None else ""
+        return StageEstimate(
+            stage="select",
+            text=f"{about}{self.layers} layers by {self.config.method}, {how}",
+            updates=training.updates if training else 0,
+            seconds=seconds,
+            most=_checkpoints(training) if training else 0,
+        )
+
+    def _recover(self) -> StageEstimate:
+        training, count = self._recovery, self._validation
+        models = (3 if training.has_average else 2) + Plan(removal=self.config.removal).is_any_fitted
+        return StageEstimate(
+            stage="recover",
+            text=f"{_spell(training)}, measured on {count} images after each",
+            updates=training.updates,
+            evaluations=count * training.evaluations,
+            seconds=self._recovering,
+            left=models * self.weights,
+            most=models * self.weights + _checkpoints(training),
+        )
+
+    def _merge(self) -> StageEstimate:
+        text = "linear layers without an activation between them become one"
+        return StageEstimate(stage="merge", text=text, seconds=2 * self._saving, left=self.weights)
+
+    def _measure(self) -> StageEstimate:
+        count = self._validation
+        seconds = count * self._evaluation + self._timing(2) + 2 * BREAKDOWN * self._batch
+        text = f"the pruned model on {count} images; both timed in turns"
+        return StageEstimate(stage="measure", text=text, evaluations=count, seconds=seconds)
+
+    def _save(self) -> StageEstimate:
+        text, left = "the model", self.weights
+        if self.config.onnx:
+            text, left = f"{text}, and as ONNX", 2 * left
+        return StageEstimate(stage="save", text=text, seconds=2 * self._saving, left=left)
+
+    def _compare(self) -> StageEstimate:
+        methods = [method_called(name) for name in self.config.compare]
+        methods = [method for method in methods if self.layers <= self._most(method)]
+        chosen = [self._selection(method) for method in methods]
+        searches = [training for _, training in chosen if training]
+        evaluations = self._validation * (1 + len(methods) * (self._recovery.evaluations + 1))
+        again = self._validation * (1 + len(methods)) * self._evaluation
+        return StageEstimate(
+            stage="compare",
+            text=f"{', '.join(method.name for method in methods)}: layers chosen, fine-tuned and measured as above",
+            updates=sum(search.updates for search in searches) + len(methods) * self._recovery.updates,
+            evaluations=evaluations,
+            seconds=sum(seconds for seconds, _ in chosen)
+            + len(methods) * self._recovering
+            + again
+            + self._timing(1 + len(methods)),
+            most=max(map(_checkpoints, [*searches, self._recovery])) + 4 * self.weights,
+        )
+
+    # what they are made of
+
+    def _kinds(self, method: Method) -> tuple[Kind | None, ...]:
+        """Return of which kind each layer is that goes; where a predictor splits the budget, it is cut in half."""
+        if method.split != "map":
+            return kinds_of(method, self.layers)
+        attention = min(max(self.layers // 2, self.layers - self.offered.activation), self.offered.attention)
+        return kinds_of(method, Budget(attention, self.layers - attention))
+
+    def _most(self, method: Method) -> int:
+        """Return how many layers a method can take."""
+        return len([site for site in self.sites if method.only in (None, site.kind)])
+
+    def _selection(self, method: Method) -> tuple[float, Training | None]:
+        """Return how long a method takes to choose, and the training that is a part of it."""
+        kinds = self._kinds(method)
+        if method.score == "random":
+            return 0.0, None
+        if method.score != "importance":
+            return sum(self._choice(kind) for kind in kinds), None
+        candidates = self._choice(None) if self.config.candidates == "te" else 0.0
+        return candidates + len(kinds) * self._fit + self._training(self._search), self._search
+
+    def _choice(self, kind: Kind | None) -> float:
+        """Return the seconds in which a layer is chosen among all of ``kind``."""
+        return self._choices[kind] if kind else sum(self._choices.values())
+
+    def _training(self, training: Training) -> float:
+        """Return the seconds of the updates, and of asking the teacher beforehand."""
+        asked = training.images if training.asks else 0
+        return training.updates * training.seconds + asked * self._evaluation
+
+    def _timing(self, models: int) -> float:
+        """Return the seconds in which so many models are timed in turns."""
+        turn = models * self._batch
+        return WARMUP * turn + min(RUNS * turn, TIMING_SECONDS)
+
+    @property
+    def _recovering(self) -> float:
+        """The seconds of calibration, fine-tuning and evaluation; replacements are fitted one after another."""
+        training = self._recovery
+        passes = self.layers * self.config.images if Plan(removal=self.config.removal).is_any_fitted else 0
+        images = self._validation * training.evaluations + passes
+        return self._training(training) + images * self._evaluation + 3 * self._saving
+
+    @cached_property
+    def _nodes(self) -> list[Node]:
+        tree = tree_of(self.config.collect_config.chains(self.blocks, self.offered))
+        return [node for node in tree.values() if node.key != DENSE]
+
+    @cached_property
+    def _held(self) -> Data:
+        return self.data if isinstance(self.data.train, Stream) else hold_out(self.data)
+
+    @property
+    def _validation(self) -> int:
+        return _count(self.data)
+
+    # trials
+
+    def _tell(self, step: str) -> None:
+        if self.progress:
+            self.progress(f"trying {step}", 0, 0)
+
+    @cached_property
+    def _collection(self) -> Training:
+        self._tell("the fine-tuning of a sample")
+        return trial.try_training(self.model, self._held, self.config.collection, self.config)
+
+    @cached_property
+    def _recovery(self) -> Training:
+        self._tell("the fine-tuning")
+        return trial.try_training(self.model, self.data, self.config.recovery, self.config)
+
+    @cached_property
+    def _search(self) -> Training:
+        self._tell("the search")
+        kinds = next(
+            self._kinds(method)
+            for method in map(method_called, (self.config.method, *self.config.compare))
+            if method.score == "importance"
+        )
+        return trial.try_search(self.model, self.data, self.config, kinds, self.sites)
+
+    @cached_property
+    def _choices(self) -> dict[Kind, float]:
+        found = {}
+        for kind in KINDS:
+            self._tell(f"the choice of an {kind} layer")
+            has_some = any(site.kind == kind for site in self.sites)
+            found[kind] = trial.try_choice(self.model, self.data, self.config, kind) if has_some else 0.0
+        return found
+
+    @cached_property
+    def _fit(self) -> float:
+        self._tell("a calibration")
+        return trial.try_fit(self.model, self.data, self.config, self.sites)
+
+    @cached_property
+    def _evaluation(self) -> float:
+        self._tell("an evaluation")
+        return trial.try_evaluation(self.model, self.data, self.config.workers)
+
+    @cached_property
+    def _batch(self) -> float:
+        self._tell("a batch")
+        return trial.try_batch(self.model, self.config.batch)
+
+    @cached_property
+    def _counting(self) -> float:
+        return trial.try_count(self.model, self.config, self.sites[0])
+
+    @cached_property
+    def _saving(self) -> float:
+        return trial.try_saving(self.model)
+
+
+def _count(data: Data) -> int:
+    """Return how many images there are to measure on."""
+    return len(data.val) if data.val is not None else 0
+
+
+def _checkpoints(training: Training) -> int:
+    """Return the bytes of those that are kept, and of one more that is being written."""
+    return (KEPT + 1) * training.state
+
+
+def _spell(training: Training) -> str:
+    epochs = f"{training.epochs} epoch{'s' if training.epochs > 1 else ''}"
+    return f"{epochs} of {training.updates // training.epochs} updates"

@@ -1,0 +1,94 @@
+"""Which layers go, and the model without them: choose, recover, merge."""
+
+from __future__ import annotations
+
+import json
+from copy import deepcopy
+from dataclasses import asdict, replace
+
+from hetdpt.export.saved import load, save
+from hetdpt.keeping import recover_into, select_into
+from hetdpt.measurement.agreement import relative_difference
+from hetdpt.modules import clone
+from hetdpt.plan import Budget, Plan
+from hetdpt.runs.metrics import METRICS, Metrics
+from hetdpt.runs.run import SUMMARY
+from hetdpt.selection.importance import Picked
+from hetdpt.stages.task import Result, Task
+from hetdpt.surgery import known, merge_
+from hetdpt.training.trainer import Epoch
+
+PLAN_FILE, PICKS_FILE, MERGED = "plan.json", "picks.json", "model"
+
+
+def select(task: Task) -> Result:
+    """Return the plan: which layers of the budget go, and by what scores."""
+    config, picks = task.config, list[Picked]()
+    budget: Budget | int = Budget(**task.results["allocate"]["budget"]) if config.is_split else config.layers or 0
+
+    def watch(pick: Picked) -> None:
+        picks.append(pick)
+        task.note(f"{pick.site.kind} {pick.site.block} goes (score {pick.score:.4g})")
+
+    task.directory.mkdir(exist_ok=True)
+    plan = select_into(
+        task.directory / PLAN_FILE,
+        task.model,
+        task.data,
+        budget,
+        config.method,
+        config.select_config,
+        overwrite=True,
+        device=config.device,
+        workers=config.workers,
+        minutes=config.minutes,
+        watch=watch,
+        progress=task.progress,
+    )
+    scores = [{"kind": pick.site.kind, "block": pick.site.block, "score": pick.score} for pick in picks]
+    return {"method": config.method, "plan": asdict(plan), "picks": scores}
+
+
+def plan_of(task: Task) -> Plan:
+    return Plan.from_json(json.dumps(task.results["select"]["plan"]))
+
+
+def recover(task: Task) -> Result:
+    """Return what the fine-tuning came to, epoch by epoch; the student is saved, not merged yet."""
+    config, updates = task.config, task.part("fine-tuning")
+    epochs = recover_into(
+        task.directory,
+        deepcopy(task.model),
+        task.model,
+        task.data,
+        config.recovery,
+        plan=plan_of(task),
+        calibration=config.images,
+        merges=False,
+        device=config.device,
+        workers=config.workers,
+        minutes=config.minutes,
+        watch=lambda now: updates(now.update, now.updates),
+    )
+    for epoch in epochs:
+        task.note(_line(epoch), best=epoch.best)
+    task.processes.wait_for_everyone()  # for the first to write what it came to
+    found = json.loads((task.directory / SUMMARY).read_text())
+    return {**found, "epochs": Metrics(task.directory / METRICS).read("epoch")}
+
+
+def _line(epoch: Epoch) -> str:
+    if not epoch.number:
+        return f"before training: {epoch.last:.2f} %"
+    return f"epoch {epoch.number}/{epoch.epochs}: loss {epoch.loss:.4f}, {epoch.last:.2f} %"
+
+
+def merge(task: Task) -> Result:
+    """Return how many pairs of linear layers became one, and by how much that changed the outputs."""
+    student = load(task.work_of("recover") / task.config.keep).to(next(task.model.parameters()).device)
+    merged = merge_(clone(student))
+    difference = relative_difference(student, merged, known(merged).survey.input_size)
+    record = known(merged)
+    save(deepcopy(merged).cpu(), task.directory / MERGED, overwrite=True)
+    plan = replace(record.plan, fits=())
+    return {"merged": len(record.merged), "difference": difference, "plan": asdict(plan)}

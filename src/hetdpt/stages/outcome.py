@@ -1,0 +1,122 @@
+"""What a run came to: measured, saved, compared with other methods, reported."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from hetdpt.export.onnx import export_onnx
+from hetdpt.export.saved import load
+from hetdpt.export.saved import save as save_model
+from hetdpt.measurement.accuracy import evaluate
+from hetdpt.measurement.costs import Costs
+from hetdpt.measurement.machine import Machine
+from hetdpt.measurement.speed import latency_breakdown, measure_throughput
+from hetdpt.report.write import write_reports
+from hetdpt.runs.stages import SUMMARY
+from hetdpt.stages.budget import samples_of
+from hetdpt.stages.layers import MERGED, plan_of
+from hetdpt.stages.summary import summarise
+from hetdpt.stages.task import Result, Task
+from hetdpt.studies.compare import GIVEN, CompareConfig, compare_into
+from hetdpt.studies.compare_work import Trained, write_values
+from hetdpt.studies.comparison import Comparison, Row
+from hetdpt.surgery import known
+
+SAVED, ONNX = "model", "model.onnx"  # in the run directory
+ROUNDS, TIMING_SECONDS = 500, 10.0  # whichever is over first
+
+
+def measure(task: Task) -> Result:
+    """Return accuracy, costs and speed of the dense and the pruned model, speeds of interleaved runs."""
+    config, dense, pruned = task.config, task.model, merged_model(task)
+    scores = evaluate(pruned, task.data, workers=config.workers, progress=task.part("evaluating the pruned model"))
+    task.note(f"pruned: {scores.top1:.2f} % of {scores.count} images", best=scores.top1)
+    models = {"dense": dense, "pruned": pruned}
+    accuracies = {"dense": task.results["analyse"]["accuracy"], "pruned": asdict(scores)}
+    size = known(pruned).survey.input_size
+    speed = measure_throughput(
+        models, size, batch=config.batch, runs=ROUNDS, seconds=TIMING_SECONDS, progress=task.part("timing in turns")
+    )
+    found: Result = {}
+    for name, model in models.items():
+        costs, rate = Costs.of(model, size), speed.throughput[name]
+        found[name] = {"accuracy": accuracies[name], "params": costs.params, "macs": costs.macs}
+        found[name] |= {"ms": 1e3 * rate.batch / rate.value, "throughput": rate.value}
+    task.note(f"speedup {speed.speedup['pruned']}")
+    return {
+        **found,
+        "speedup": asdict(speed.speedup["pruned"]),
+        **asdict(Machine.of(next(dense.parameters()).device)),
+        "dtype": rate.dtype,
+        "batch": rate.batch,
+        "breakdown": {name: _breakdown(model, config.batch) for name, model in models.items()},
+    }
+
+
+def _breakdown(model: nn.Module, batch: int | None) -> dict[str, float]:
+    return {kind: found.value for kind, found in latency_breakdown(model, batch=batch).items()}
+
+
+def merged_model(task: Task) -> nn.Module:
+    """Return the pruned and merged model, on the device of the dense one."""
+    return load(task.work_of("merge") / MERGED).to(next(task.model.parameters()).device)
+
+
+def save(task: Task) -> Result:
+    """Return where the model is that the user ships."""
+    model, out = merged_model(task).cpu(), task.config.out
+    save_model(model, out / SAVED, overwrite=True)
+    found: Result = {"model": SAVED, "onnx": None, "onnx_difference": None}
+    if task.config.onnx:
+        exported = export_onnx(model, out / ONNX, overwrite=True)
+        found |= {"onnx": ONNX, "onnx_difference": exported.largest_difference}
+    return {**found, "bytes": _size(out / SAVED)}
+
+
+def _size(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.iterdir())
+
+
+def compare(task: Task) -> Result:
+    """Return what other methods come to with as many layers, the same fine-tuning and the same images."""
+    config, layers = task.config, len(plan_of(task))
+    asked = CompareConfig(
+        layers=(layers,), methods=config.compare, selection=config.select_config, recovery=config.recovery
+    )
+    steps = compare_into(
+        task.directory, task.model, task.data, asked, task.place, samples=samples_of(task) if config.is_split else ()
+    )
+    for done in steps:
+        outcome = getattr(done, "outcome", None)
+        if isinstance(outcome, Trained) and outcome.method:
+            task.note(f"{outcome.method}: {outcome.accuracy:.2f} %")
+    found = Comparison.read(task.directory)
+    rows = [_row(row) for row in found.rows]
+    warnings = [text for text in found.warnings if text != GIVEN or config.samples]  # ours are of images held out
+    return {"rows": rows, "images": found.dense.images, "measured": found.measured, "warnings": warnings}
+
+
+def _row(row: Row) -> dict[str, Any]:
+    return {
+        "method": row.method,
+        "plan": asdict(row.plan),
+        "start": row.start,
+        "accuracy": row.accuracy,
+        "params": row.speed.params,
+        "macs": row.speed.macs,
+        "speedup": row.speed.speedup,
+        "low": row.speed.low,
+        "high": row.speed.high,
+    }
+
+
+def report(task: Task) -> Result:
+    """Return the names of the reports, which are written with the summary of the run."""
+    out = task.config.out
+    found = summarise(task).to_dict()
+    write_values(out / SUMMARY, found)
+    return write_reports(out, found)

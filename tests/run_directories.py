@@ -1,0 +1,190 @@
+"""Run directories as ``hetdpt run`` leaves them, made of plausible numbers in a moment."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from hetdpt.plan import KINDS, Budget
+from hetdpt.predictor.allocate import allocate, frontier, surface
+from hetdpt.predictor.polynomial import fit_predictor
+from hetdpt.predictor.prices import Price, Prices
+from hetdpt.report.frontier import summary, values_of
+from hetdpt.runs.stages import CONFIG, STAGES, SUMMARY, StageRecord, stage_directory
+
+BLOCKS = 12
+PLAN: dict[str, Any] = {"attention": [2, 5, 9], "activation": [1, 4, 6, 7, 10], "removal": "calibrated"}
+VERSIONS = {"hetdpt": "0.1.0", "python": "3.11.4", "torch": "2.13.0", "timm": "1.0.30"}
+MACHINE = {"device": "cpu", "processor": "Intel(R) Xeon(R)", "threads": 2}
+
+
+EVIL = """</script><script>alert("x")</script><img src=x onerror='y'> & | `z` <!--"""
+
+
+def build_run(directory: Path, last: str = STAGES[-1], is_finished: bool = True, **changes: Any) -> Path:
+    """Make a run directory as ``hetdpt run`` leaves it, with stages up to ``last``; ``changes`` are of its config."""
+    config = {
+        "model": "demo", "data": "demo", "out": str(directory), "layers": 8, "method": "hetdpt",
+        "compare": ["attention-only", "random"], "removal": "calibrated", "images": 256, "samples": None,
+        "recovery": {"training": {"epochs": 5, "lr": 0.0005}}, "device": None, **changes,
+    }  # fmt: skip
+    directory.mkdir(parents=True)
+    (directory / CONFIG).write_text(yaml.safe_dump(config, sort_keys=False))
+    results = stage_results(config)
+    for name in STAGES[: STAGES.index(last) + 1]:
+        if name in results:
+            write_stage(directory, name, results[name])
+    if is_finished:
+        (directory / SUMMARY).write_text(json.dumps(summary_of(config)))
+    return directory
+
+
+def write_stage(run: Path, name: str, result: dict[str, Any] | None, **versions: str) -> None:
+    asked = {"settings": {"model": "demo"}, "inputs": {}}
+    seconds = 2.0 + 7.5 * STAGES.index(name)
+    folder = stage_directory(run, name)
+    StageRecord(name, folder, asked, "2026-11-16T12:00:00+00:00", seconds, VERSIONS | versions, result).write()
+
+
+def stage_results(config: dict[str, Any]) -> dict[str, Any]:
+    """Return what every stage came to."""
+    sites = [
+        {"kind": kind, "block": block, "path": f"blocks.{block}.{'attn' if kind == 'attention' else 'mlp.act'}"}
+        for block in range(BLOCKS)
+        for kind in KINDS
+    ]
+    found: dict[str, Any] = {
+        "analyse": {
+            "model": config["model"], **MACHINE, "dtype": "float32", "blocks": BLOCKS, "sites": sites,
+            "accuracy": scores(98.06), "params": 610_000, "macs": 41_000_000, "prices": asdict(prices()),
+        },
+        "select": {"method": config["method"], "plan": PLAN, "picks": picks()},
+        "recover": {"start": 90.0, "epochs": epochs(), "unreadable": []},
+        "merge": {"merged": 5, "difference": 1e-6},
+        "measure": measured(),
+        "save": {"model": "model", "onnx": None, "onnx_difference": None, "bytes": 1_900_000},
+        "report": {"files": []},
+    }  # fmt: skip
+    if config["method"] == "hetdpt":
+        found |= predicted()
+    if config["compare"]:
+        found["compare"] = {"rows": [compared(name) for name in config["compare"]], "images": 360}
+    return found
+
+
+def scores(top1: float) -> dict[str, Any]:
+    spread = 1.2
+    return {"top1": top1, "top5": 99.7, "loss": 0.1, "count": 360, "low": top1 - spread, "high": top1 + spread / 2}
+
+
+def prices() -> Prices:
+    one, two = Price(1_050_000, 9_300, 0.105), Price(1_200_000, 17_000, 0.16)
+    return Prices(Price(41_000_000, 610_000, 4.1), (one,) * BLOCKS, (two,) * BLOCKS, "cpu, float32, batch 8")
+
+
+def accuracy_without(attention: int, activation: int) -> float:
+    """Return a plausible accuracy: nothing is lost at first, then more and more."""
+    wiggle = 0.12 * math.sin(7 * attention + 3 * activation)
+    return 97.9 - 0.045 * attention**2 - 0.06 * activation**2 - 0.025 * attention * activation + wiggle
+
+
+def samples() -> list[dict[str, Any]]:
+    """Return three chains: attention alone, activation alone, both in turns."""
+    chains = {
+        "attention": [(count, 0) for count in range(1, 7)],
+        "activation": [(0, count) for count in range(1, 7)],
+        "interleaved": [((count + 1) // 2, count // 2) for count in range(2, 9)],
+    }
+    start = {"attention": 0, "activation": 0, "before": None, "accuracy": 97.9, "chain": "", "layers": [], "seconds": 0}
+    return [start] + [sample(chain, *budget) for chain, budgets in chains.items() for budget in budgets]
+
+
+def sample(chain: str, attention: int, activation: int) -> dict[str, Any]:
+    kind = "attention" if chain == "attention" or (chain == "interleaved" and attention > activation) else "activation"
+    block = (5 * (attention + activation) + 2) % BLOCKS
+    value = accuracy_without(attention, activation)
+    layer = {"kind": kind, "block": block, "te": 0.03 * (attention + activation)}
+    return {
+        "attention": attention, "activation": activation, "before": value - 6, "accuracy": value, "chain": chain,
+        "layers": [layer], "seconds": 4.1,
+    }  # fmt: skip
+
+
+@cache
+def predicted() -> dict[str, Any]:
+    rows = samples()
+    ratios = [(1 - row["attention"] / BLOCKS, 1 - row["activation"] / BLOCKS, row["accuracy"]) for row in rows]
+    predictor = fit_predictor(ratios, BLOCKS)
+    allocation = allocate(predictor, layers=8, prices=prices())
+    known = summary(predictor, frontier(predictor, prices()), allocation, prices())
+    known["budget"] = asdict(Budget(3, 5))
+    points = [{name: row[name] for name in ("attention", "activation", "accuracy")} for row in rows]
+    cells = [values_of(split) for split in surface(predictor, prices())]
+    return {
+        "collect": {"samples": rows, "measured_on": "287 training images that were held out"},
+        "fit": {"blocks": BLOCKS, **known["fit"], "samples": points, "surface": cells, "warnings": known["warnings"]},
+        "allocate": {
+            **{name: known[name] for name in ("wanted", "budget", "table", "frontier", "warnings")},
+            "share": 0.41,
+        },
+    }
+
+
+def picks() -> list[dict[str, Any]]:
+    order = [("activation", 4), ("attention", 9), ("activation", 7), ("activation", 1)]
+    order += [("attention", 5), ("activation", 10), ("activation", 6), ("attention", 2)]
+    return [{"kind": kind, "block": block, "score": 0.0123 * turn} for turn, (kind, block) in enumerate(order, 1)]
+
+
+def epochs() -> list[dict[str, Any]]:
+    values = [90.0, 95.6, 96.4, 97.2, 97.0, 97.2]
+    return [
+        {
+            "number": number, "epochs": 5, "loss": None if not number else 0.9 / number, "last": value, "best": value,
+            "ema": None if not number else value - 0.4, "lr": 5e-4, "seconds": 6.0,
+        }
+        for number, value in enumerate(values)
+    ]  # fmt: skip
+
+
+def measured() -> dict[str, Any]:
+    sides = {
+        "dense": {"accuracy": scores(98.06), "params": 610_000, "macs": 41_000_000, "ms": 4.12, "throughput": 1941.0},
+        "pruned": {"accuracy": scores(97.22), "params": 497_000, "macs": 31_850_000, "ms": 2.88, "throughput": 2777.0},
+    }
+    breakdown = {
+        "dense": {"attention": 1.62, "FFN linear": 1.30, "activation": 0.42, "norm": 0.34, "other": 0.44},
+        "pruned": {"attention": 1.21, "FFN linear": 0.85, "activation": 0.24, "norm": 0.28, "other": 0.30},
+    }
+    speedup = {"value": 1.43, "low": 1.40, "high": 1.46}
+    return {**sides, "speedup": speedup, **MACHINE, "dtype": "float32", "batch": 8, "breakdown": breakdown}
+
+
+def compared(method: str) -> dict[str, Any]:
+    number = len(method)
+    return {
+        "method": method, "plan": {**PLAN, "attention": [0, 1, 2]}, "accuracy": 92.0 + number / 6, "start": 80.0,
+        "params": 520_000, "macs": 33_000_000, "ms": None, "speedup": 1.2 + number / 100, "low": 1.2, "high": 1.4,
+        "note": "",
+    }  # fmt: skip
+
+
+def summary_of(config: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "dense_accuracy": 98.06, "pruned_accuracy": 97.22, "speedup": 1.43, "macs": 31_850_000, "params": 497_000,
+        "plan": PLAN, "device": "cpu", "method": config["method"], "images": 360, "seconds": 320.0,
+        "goal": {"wanted": {"layers": 8}, "is_met": True, "text": "8 layers went", "next": None},
+        "warnings": ["the samples were measured on few images"],
+    }  # fmt: skip
+
+
+def change_stage(run: Path, name: str, **values: Any) -> None:
+    """Write another result of a stage."""
+    result = StageRecord.read(stage_directory(run, name)).result
+    write_stage(run, name, {**(result or {}), **values})

@@ -1,0 +1,491 @@
+"""The report of runs: what is read, what is shown, that nothing shown can be code, and the command."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import math
+import re
+import subprocess
+import sys
+from dataclasses import asdict, dataclass, field
+from html.parser import HTMLParser
+from itertools import pairwise
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+import test_cli
+from run_directories import (
+    BLOCKS,
+    EVIL,
+    build_run,
+    change_stage,
+    measured,
+    picks,
+    prices,
+    samples,
+    scores,
+    summary_of,
+    write_stage,
+)
+from test_cli import Run
+
+from hetdpt.errors import FileError
+from hetdpt.plan import KINDS, Budget
+from hetdpt.report.headline import title
+from hetdpt.report.pictures.blocks import blocks, turns_of
+from hetdpt.report.pictures.speed import frontier as draw_frontier
+from hetdpt.report.pictures.speed import methods
+from hetdpt.report.pictures.surface import surface as draw_surface
+from hetdpt.report.run import RunRecord
+from hetdpt.report.write import REPORTS, write_report, write_reports
+from hetdpt.runs.stages import CONFIG, STAGE, STAGES, SUMMARY, stage_directory
+
+run = test_cli.run  # the fixture
+
+
+@pytest.fixture
+def full(tmp_path: Path) -> Path:
+    return build_run(tmp_path / "demo")
+
+
+# Reading
+
+
+def test_a_run_is_read_whole(full: Path) -> None:
+    record = RunRecord.read(full)
+    assert (record.name, record.model, record.method, record.goals) == ("demo", "demo", "hetdpt", {"layers": 8})
+    assert all(getattr(record.results, name) is not None for name in STAGES[:-1])
+    assert record.is_finished
+    assert record.next_stage is None
+    assert record.warnings == ("the samples were measured on few images",)
+    assert record.seconds == sum(stage.seconds for stage in record.stages)
+
+
+def test_layers_go_in_their_order_and_those_without_a_turn_last(full: Path) -> None:
+    change_stage(full, "select", picks=[*picks()[2:], {"kind": "attention", "block": 0, "score": 9.0}])
+    turns = turns_of(RunRecord.read(full))
+    assert [turn.number for turn in turns.values()] == [*range(1, 9)]
+    assert list(turns)[:2] == [("activation", 7), ("activation", 1)]
+    assert list(turns)[-2:] == [("attention", 9), ("activation", 4)], "no turn is known of these"
+    assert ("attention", 0) not in turns, "it was picked, but is not in the plan"
+
+
+def test_transfer_entropy_is_that_of_the_first_sample_that_has_it(full: Path) -> None:
+    layers = [{"kind": "attention", "block": 3, "te": te} for te in (None, 0.5, 0.7)]
+    rows = [{"attention": 1, "activation": 0, "accuracy": 90.0, "layers": [layer]} for layer in layers]
+    change_stage(full, "collect", samples=rows)
+    assert RunRecord.read(full).entropies == {("attention", 3): 0.5}
+
+
+@pytest.mark.parametrize(("last", "then"), [*pairwise(STAGES)])
+def test_an_unfinished_run_says_what_is_next(tmp_path: Path, last: str, then: str) -> None:
+    run = build_run(tmp_path / "half", last, is_finished=False)
+    write_reports(run)
+    page = Page.read(run)
+    assert f"Not finished: next stage is {then}" in page.text
+    assert ("Before and after" in page.text) == (STAGES.index(last) >= STAGES.index("measure"))
+    assert ("Which layers went" in page.text) == (STAGES.index(last) >= STAGES.index("select"))
+    assert f"Not finished: next stage is {then}" in (run / REPORTS["markdown"]).read_text()
+
+
+def test_stages_that_a_run_does_not_have_are_not_waited_for(tmp_path: Path) -> None:
+    other = build_run(tmp_path / "other", "analyse", is_finished=False, method="te-static", compare=[])
+    assert RunRecord.read(other).next_stage == "select"
+    assert "compare" not in RunRecord.read(other).planned
+    given = build_run(tmp_path / "given", "analyse", is_finished=False, samples="samples.csv")
+    assert RunRecord.read(given).next_stage == "fit"
+
+
+def test_a_stage_that_is_begun_is_next(tmp_path: Path) -> None:
+    run = build_run(tmp_path / "begun", "analyse", is_finished=False)
+    write_stage(run, "collect", None)
+    assert RunRecord.read(run).next_stage == "collect"
+    write_reports(run)
+    assert "not done" in Page.read(run).text
+
+
+def test_a_method_without_a_split_has_a_report_without_a_surface(tmp_path: Path) -> None:
+    run = build_run(tmp_path / "other", method="te-static", compare=[])
+    write_reports(run)
+    page = Page.read(run)
+    assert page.headings == [
+        "Before and after",
+        "Which layers went",
+        "Fine-tuning",
+        "Where the time goes",
+        "How it was done",
+        "Warnings",
+    ]
+
+
+def test_versions_that_differ_are_a_warning(full: Path) -> None:
+    write_stage(full, "merge", {"merged": 5, "difference": 0.0}, torch="9.9")
+    (warning,) = RunRecord.read(full).warnings[1:]
+    assert warning == "stages were done with different versions of torch: 2.13.0, 9.9"
+
+
+def test_what_is_no_run_or_a_damaged_one_is_refused(tmp_path: Path, full: Path) -> None:
+    with pytest.raises(FileError, match=f"{tmp_path} is no directory of hetdpt run: it has no config.yaml"):
+        RunRecord.read(tmp_path)
+    change_stage(full, "fit", degree="two")
+    file = stage_directory(full, "fit") / STAGE
+    with pytest.raises(FileError, match=rf"{file} is not what this version of hetdpt writes \(degree: .*integer.*\); "):
+        RunRecord.read(full)
+    (full / CONFIG).write_text("a: [")
+    with pytest.raises(FileError, match="config.yaml cannot be read"):
+        RunRecord.read(full)
+
+
+# The page
+
+
+@dataclass
+class Page(HTMLParser):
+    """What a browser would make of a page."""
+
+    ids: list[str] = field(default_factory=list)
+    links: list[str] = field(default_factory=list)
+    tags: list[str] = field(default_factory=list)
+    attributes: set[str] = field(default_factory=set)
+    values: list[str] = field(default_factory=list)
+    scripts: list[str] = field(default_factory=list)
+    said: list[str] = field(default_factory=list)
+    headings: list[str] = field(default_factory=list)
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        super().__init__()
+        self.feed(self.source)
+        self.close()
+
+    @classmethod
+    def read(cls, run: Path) -> Page:
+        return cls(source=(run / REPORTS["html"]).read_text())
+
+    @property
+    def text(self) -> str:
+        return " ".join(" ".join(self.said).split())
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        for name, value in attrs:
+            self.attributes.add(name)
+            self.values.append(value or "")
+            if name == "id":
+                self.ids.append(value or "")
+            if name == "href":
+                self.links.append(value or "")
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        self.tags.pop()
+
+    def handle_data(self, data: str) -> None:
+        if self.tags[-1:] == ["script"]:
+            self.scripts.append(data)
+        elif self.tags[-1:] != ["style"]:
+            self.said.append(data)
+        if self.tags[-1:] == ["h2"]:
+            self.headings.append(data)
+
+    def handle_endtag(self, tag: str) -> None:
+        while self.tags and self.tags.pop() != tag:
+            pass
+
+
+def pictures_of(source: str) -> list[ElementTree.Element]:
+    """Return the pictures of a page, read as XML, which is less patient than a browser."""
+    return [ElementTree.fromstring(found) for found in re.findall(r"<svg .*?</svg>", source, re.DOTALL)]
+
+
+def classes(picture: ElementTree.Element, name: str) -> list[ElementTree.Element]:
+    return [one for one in picture.iter() if name in one.get("class", "").split()]
+
+
+def hints(picture: ElementTree.Element) -> list[str]:
+    return [one.findtext("title") or "" for one in classes(picture, "mark")]
+
+
+def test_the_page_shows_what_was_found(full: Path) -> None:
+    assert write_reports(full) == {"html": "report.html", "markdown": "report.md", "json": "report.json"}
+    text = Page.read(full).text
+    for words in (
+        "1.43× faster", "0.84 points less accurate", "Goal met: 8 layers go", "95 % interval 1.40 – 1.46",
+        "cpu (Intel(R) Xeon(R), 2 threads), float32, batch 8", "360 validation images", "96.02 – 97.82",
+        "lost 3 attention layers and 5 activations of 24 layers that can go", "5 FFNs became one linear layer each",
+        "a polynomial through 20 samples, measured on 287 training images that were held out", "Of degree 2",
+        "The best of 9 splits in 41 % of the bootstrap draws", "attention-only", "trained for 5 epochs",
+        f"hetdpt run --config {full}/config.yaml", "torch 2.13.0", "the samples were measured on few images",
+    ):  # fmt: skip
+        assert words in text, words
+
+
+def test_the_page_is_sound(full: Path) -> None:
+    write_reports(full)
+    page = Page.read(full)
+    assert len(page.ids) == len(set(page.ids))
+    assert {link[1:] for link in page.links if link.startswith("#")} <= set(page.ids)
+    assert not page.tags, "every element is closed"
+    pictures = pictures_of(page.source)
+    assert len(pictures) > 20
+    for picture in pictures:
+        is_aside = picture.get("aria-hidden") == "true"
+        assert is_aside or picture.get("aria-label"), "a picture is said in words too"
+
+
+def test_the_page_asks_no_network_and_runs_no_script_but_its_own(full: Path) -> None:
+    write_reports(full)
+    page = Page.read(full)
+    assert "://" not in page.source
+    assert set(re.findall(r"url\((.*?)\)", page.source)) == {"#hatch"}
+    assert not {"src", "srcset", "style"} & page.attributes
+    data, script = page.scripts
+    checksum = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    policy = next(value for value in page.values if value.startswith("default-src 'none'"))
+    assert f"script-src 'sha256-{checksum}'" in policy
+    assert json.loads(data) == json.loads((full / REPORTS["json"]).read_text())
+
+
+def test_what_is_shown_is_never_code(tmp_path: Path) -> None:
+    run = build_run(tmp_path / "demo", model=EVIL, data=EVIL, compare=[EVIL, "random"])
+    site = {"kind": "attention", "block": 0, "path": EVIL}
+    change_stage(run, "analyse", processor=EVIL, sites=[site])
+    change_stage(run, "measure", processor=EVIL, breakdown={"dense": {EVIL: 1.0}, "pruned": {EVIL: 0.5}})
+    change_stage(run, "fit", pruned_formula=EVIL)
+    write_stage(run, "save", {"model": EVIL}, **{EVIL: EVIL})
+    goal = {"wanted": {}, "is_met": False, "text": EVIL, "next": {"budget": {}, "command": EVIL}}
+    (run / SUMMARY).write_text(json.dumps({"goal": goal, "warnings": [EVIL]}))
+    write_reports(run)
+    page = Page.read(run)
+    assert len(page.scripts) == 2
+    assert "<img" not in page.source
+    assert not [name for name in page.attributes if name.startswith("on")]
+    assert page.source.count("<!--") == 0
+    assert json.loads(page.scripts[0])["runs"][0]["config"]["model"] == EVIL
+    assert page.text.count(" ".join(EVIL.split())) > 10
+    plain = re.sub(r"(`{3,}).*?\1", "", (run / REPORTS["markdown"]).read_text(), flags=re.DOTALL)
+    assert "<" not in plain
+    assert not re.search(r"(?<!\\)`", plain)
+
+
+@pytest.mark.parametrize(
+    ("speedup", "accuracy", "words"),
+    [
+        (1.5, 98.06, "1.50× faster, just as accurate"),
+        (1.5, 98.3, "1.50× faster, 0.24 points more accurate"),
+        (0.9, 90.0, "0.90× the speed, 8.06 points less accurate"),
+        (1.03, 98.06, "No certain speedup, just as accurate"),
+    ],
+)
+def test_the_headline_says_it_as_it_is(full: Path, speedup: float, accuracy: float, words: str) -> None:
+    pruned = {**measured()["pruned"], "accuracy": scores(accuracy)}
+    change_stage(
+        full, "measure", pruned=pruned, speedup={"value": speedup, "low": speedup - 0.05, "high": speedup + 0.05}
+    )
+    assert title(RunRecord.read(full)) == words
+
+
+def test_a_change_of_accuracy_is_said_in_images(full: Path) -> None:
+    write_reports(full)
+    assert "Of 360 images, 3 fewer are right." in Page.read(full).text
+    pruned = {**measured()["pruned"], "accuracy": scores(98.06)}
+    change_stage(full, "measure", pruned=pruned)
+    write_reports(full)
+    assert "Of 360 images, as many are right." in Page.read(full).text
+
+
+def test_a_breakdown_that_is_longer_than_its_batch_is_doubted(full: Path) -> None:
+    write_reports(full)
+    assert "busy with something else" not in Page.read(full).text
+    change_stage(full, "measure", breakdown={"dense": {"other": 4.1}, "pruned": {"other": 30.0}})
+    write_reports(full)
+    said = "layer by layer a batch of the pruned model took 30.00 ms, but 2.88 ms as a whole"
+    assert said in Page.read(full).text
+
+
+def test_a_goal_that_was_missed_says_by_how_much_and_what_to_try(full: Path) -> None:
+    text, command = "missed by 5 %", "hetdpt run --speedup 1.6"
+    goal = {"wanted": {"speedup": 1.5}, "is_met": False, "text": text, "next": {"budget": {}, "command": command}}
+    write_reports(full, {**summary_of({"method": "hetdpt"}), "goal": goal})
+    assert f"Goal missed: {text}" in Page.read(full).text
+    assert command in Page.read(full).text
+    markdown = (full / REPORTS["markdown"]).read_text()
+    assert f"**Goal missed: {text}**" in markdown
+    assert f"```\n{command}\n```" in markdown
+
+
+# Pictures
+
+
+def test_layers_that_went_are_marked(full: Path) -> None:
+    picture = ElementTree.fromstring(blocks(RunRecord.read(full), 820))
+    assert (len(classes(picture, "kept")), len(classes(picture, "gone")), len(classes(picture, "crossed"))) == (
+        16,
+        8,
+        8,
+    )
+    said = next(hint for hint in hints(picture) if hint.startswith("block 9: attention"))
+    assert said == "block 9: attention\nblocks.9.attn\nwent, number 2 of 8\nscore 0.0246"
+    stays = next(hint for hint in hints(picture) if hint.startswith("block 0: activation"))
+    assert stays == "block 0: activation\nblocks.0.mlp.act\nstays\ntransfer entropy 0.06 where it was sampled"
+    assert "gone: attention of blocks 2, 5, 9; activation of blocks 1, 4, 6, 7, 10" in picture.get("aria-label", "")
+
+
+def test_the_surface_shows_samples_the_choice_and_guesses(full: Path) -> None:
+    record = RunRecord.read(full)
+    fit, allocation = record.results.fit, record.results.allocate
+    assert fit is not None
+    assert allocation is not None
+    picture = ElementTree.fromstring(draw_surface(record, 500))
+    assert len(hints(picture)) == (BLOCKS + 1) ** 2
+    assert len(classes(picture, "hatched")) == sum(cell.is_beyond for cell in fit.surface)
+    assert len(classes(picture, "tied")) == len(allocation.tied) > 0
+    assert len(classes(picture, "under")) == len(samples())
+    said = next(hint for hint in hints(picture) if hint.startswith("3 attention + 5 activation"))
+    cell = next(cell for cell in fit.surface if cell.budget == Budget(3, 5))
+    assert f"predicted {cell.predicted:.2f} %\n95 % interval {cell.low:.2f} – {cell.high:.2f}" in said
+    assert said.endswith("\nchosen")
+    best = max(classes(picture, "heat"), key=lambda one: float(one.get("fill-opacity", 0)))
+    assert float(best.get("fill-opacity", 0)) <= 1
+
+
+def test_a_frontier_without_times_counts_layers(full: Path) -> None:
+    untimed = {**asdict(prices()), "dense": {"macs": 1, "params": 1, "ms": None}}
+    untimed |= {kind: [{"macs": 0, "params": 0, "ms": None}] * BLOCKS for kind in KINDS}
+    with_times = draw_frontier(RunRecord.read(full), 820)
+    change_stage(full, "analyse", prices=untimed)
+    without = draw_frontier(RunRecord.read(full), 820)
+    assert "layers removed" in without
+    assert "layers removed" not in with_times
+    assert "×</text>" in with_times
+    assert "×</text>" not in without
+
+
+def test_the_method_of_the_run_is_compared_too(full: Path) -> None:
+    picture = ElementTree.fromstring(methods(RunRecord.read(full), 820))
+    assert [hint.split("\n")[0] for hint in hints(picture)] == ["dense", "random", "attention-only", "hetdpt"]
+
+
+@pytest.mark.parametrize("width", [312, 820])
+@pytest.mark.parametrize("count", [1, 12, 40])
+def test_blocks_stay_inside_their_picture(full: Path, width: float, count: int) -> None:
+    sites = [{"kind": kind, "block": block, "path": "x"} for block in range(count) for kind in KINDS]
+    change_stage(full, "analyse", blocks=count, sites=sites)
+    picture = ElementTree.fromstring(blocks(RunRecord.read(full), width))
+    boxes = [*picture.iter("rect")]
+    assert len(boxes) == 2 * count
+    ends = [float(box.get("x", 0)) + float(box.get("width", 0)) for box in boxes]
+    assert max(ends) <= width
+    assert min(float(box.get("width", 0)) for box in boxes) > 24, "a finger finds it"
+
+
+# Several runs
+
+
+def test_several_runs_are_side_by_side(tmp_path: Path, full: Path) -> None:
+    other = build_run(tmp_path / "there" / "demo", layers=None, speedup=1.5, method="te-static", compare=[])
+    change_stage(other, "measure", processor="another")
+    half = build_run(tmp_path / "half", "fit", is_finished=False)
+    records = [RunRecord.read(run) for run in (full, other, half)]
+    write_report(records, tmp_path / "all.html")
+    page = Page(source=(tmp_path / "all.html").read_text())
+    assert page.source.count('<details class="run">') == 3
+    assert "3 runs compared" in page.text
+    assert "measured in 2 different ways" in page.text
+    assert "at least 1.5× faster" in page.text
+    assert page.headings == ["Side by side", str(full), str(other), "half"], "two have the same name"
+    assert len(page.ids) == len(set(page.ids))
+    write_report(records, tmp_path / "all.md")
+    lines = (tmp_path / "all.md").read_text().splitlines()
+    assert lines[0] == "# 3 runs compared"
+    assert len({line.count(" | ") for line in lines[2:7]}) == 1
+    write_report(records, tmp_path / "all.json")
+    assert [run["directory"] for run in json.loads((tmp_path / "all.json").read_text())["runs"]] == [
+        str(full), str(other), str(half),
+    ]  # fmt: skip
+
+
+# Files
+
+
+def test_json_has_the_same_keys_for_every_run(tmp_path: Path, full: Path) -> None:
+    half = build_run(tmp_path / "half", "analyse", is_finished=False)
+    one, two = (RunRecord.read(run).to_dict() for run in (full, half))
+    assert one.keys() == two.keys()
+    assert [*one["stages"]] == [*two["stages"]] == [*STAGES]
+    assert one["stages"]["fit"]["result"]["degree"] == 2
+    assert two["stages"]["fit"] is None
+    assert two["summary"] is None
+
+
+def test_json_has_null_for_what_is_no_number(full: Path) -> None:
+    change_stage(full, "merge", difference=math.nan)
+    write_reports(full)
+    found = json.loads((full / REPORTS["json"]).read_text(), parse_constant=pytest.fail)
+    assert found["runs"][0]["stages"]["merge"]["result"] == {"merged": 5, "difference": None}
+
+
+def test_markdown_has_the_numbers(full: Path) -> None:
+    write_reports(full)
+    text = (full / REPORTS["markdown"]).read_text()
+    assert text.startswith("# demo: 1.43× faster, 0.84 points less accurate\n")
+    for words in (
+        "| accuracy | 98.06 % | 97.22 % | −0.84 points |",
+        "- attention of blocks: 2, 5, 9",
+        "- activation of blocks: 1, 4, 6, 7, 10",
+        "- the samples were measured on few images",
+        "Versions: hetdpt 0.1.0, python 3.11.4, torch 2.13.0, timm 1.0.30.",
+    ):
+        assert words in text
+
+
+def test_a_report_is_written_before_the_summary_is(tmp_path: Path) -> None:
+    run = build_run(tmp_path / "demo", "compare", is_finished=False)
+    write_stage(run, "report", None)
+    write_reports(run, summary_of({"method": "hetdpt"}))
+    assert "Goal met" in Page.read(run).text
+    assert sorted(file.name for file in run.iterdir() if file.is_file()) == [CONFIG, *sorted(REPORTS.values())]
+
+
+def test_reports_need_no_torch() -> None:
+    code = "import sys, hetdpt.report.write; sys.exit('torch' in sys.modules or 'matplotlib' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+# The command
+
+
+def test_the_command_writes_the_reports_of_a_run(run: Run, full: Path) -> None:
+    found = run("report", full)
+    assert found.out == (
+        "demo: 1.43× faster, 0.84 points less accurate\n"
+        f"written to {full}/report.html, {full}/report.md, {full}/report.json\n"
+    )
+    before = (full / "report.html").stat().st_mtime_ns
+    assert run("report", full).code == 0
+    assert (full / "report.html").stat().st_mtime_ns > before
+
+
+def test_the_command_compares_runs(run: Run, tmp_path: Path, full: Path) -> None:
+    other, out = build_run(tmp_path / "other"), tmp_path / "new" / "all.html"
+    assert run("report", full, other, "--out", out).code == 0
+    assert "2 runs compared" in out.read_text()
+    run("report", full, other, "--out", out).is_refused(
+        f"{out} exists already; give another place, or overwrite it on purpose"
+    )
+    assert run("report", full, other, "--out", out, "--overwrite").code == 0
+    run("report", full, other).is_refused(
+        "a report of 2 runs is in none of them; say where it goes, such as --out report.html"
+    )
+
+
+def test_the_command_refuses_in_a_sentence(run: Run, tmp_path: Path, full: Path) -> None:
+    run("report", tmp_path).is_refused(
+        f"{tmp_path} is no directory of hetdpt run: it has no config.yaml; give one that has"
+    )
+    run("report", full, "--out", "x.pdf").is_refused(
+        "a report is a file that ends in .html, .md, .json, but x.pdf does not"
+    )

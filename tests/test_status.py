@@ -1,0 +1,203 @@
+"""How far a run is, read from its directory: every state of a stage, and directories that are no runs."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import test_cli
+import yaml
+from test_cli import Run
+
+from hetdpt.runs.alone import alone
+from hetdpt.runs.stages import CONFIG, NOW, STAGE, STAGES, Clock, begin, stage_directory
+
+run = test_cli.run  # the fixture
+
+SCORES = {"top1": 98.06, "top5": 100.0, "loss": 0.1, "count": 360, "low": 96.0, "high": 99.1, "unreadable": []}
+SIDE = {"accuracy": SCORES, "params": 610000, "macs": 41000000, "ms": 4.0, "throughput": 2000.0}
+MACHINE = {"device": "cpu", "processor": "Xeon", "threads": 2, "dtype": "float32"}
+PLAN = {"attention": [1, 3], "activation": [2], "removal": "calibrated"}
+SPLIT = {"attention": 2, "activation": 1, "predicted": 97.0, "low": 96.0, "high": 98.0, "is_beyond": False}
+EPOCHS = [{"number": 0, "last": 90.0, "best": 90.0}, {"number": 2, "last": 97.0, "best": 97.2}]
+FIT = {"blocks": 4, "degree": 2, "mae": 0.413, "rmse": 0.5, "explained": 0.9, "formula": "P", "pruned_formula": "p"}
+RESULTS: dict[str, dict[str, Any]] = {
+    "analyse": {"model": "demo", **MACHINE, "blocks": 4, "sites": [], "accuracy": SCORES, "params": 1, "macs": 1},
+    "collect": {"samples": [{"attention": 0, "activation": 1, "accuracy": 97.0}] * 7, "measured_on": "held out"},
+    "fit": {**FIT, "samples": [], "surface": []},
+    "allocate": {
+        "wanted": {"layers": 3},
+        "budget": {"attention": 2, "activation": 1},
+        "share": 0.4,
+        "table": [SPLIT],
+        "frontier": [],
+    },
+    "select": {"method": "hetdpt", "plan": PLAN, "picks": []},
+    "recover": {"start": 90.0, "last": 97.0, "best": 97.2, "best_epoch": 1, "epochs": EPOCHS},
+    "merge": {"merged": 1, "difference": 1e-6},
+    "measure": {
+        "dense": SIDE,
+        "pruned": {**SIDE, "accuracy": {**SCORES, "top1": 97.22}},
+        "speedup": {"value": 1.432, "low": 1.4, "high": 1.46},
+        **MACHINE,
+        "batch": 8,
+    },
+    "save": {"model": "model", "onnx": "model.onnx", "bytes": 123},
+    "compare": {"rows": [{"method": "random", "accuracy": 95.0}], "images": 360},
+    "report": {},
+}
+WORDS = {
+    "analyse": "98.06 % of 360 images, 4 blocks",
+    "collect": "7 samples",
+    "fit": "degree 2, wrong by 0.41 points on average",
+    "allocate": "2 attention + 1 activation",
+    "select": "attention 1 3, activation 2",
+    "recover": "90.00 % before, 97.00 % after 2 epochs, best 97.20 %",
+    "merge": "1 FFN merged",
+    "measure": "97.22 %, 1.43× (cpu (Xeon, 2 threads), float32, batch 8)",
+    "save": "model, model.onnx",
+    "compare": "random 95.00 %",
+    "report": "",
+}
+
+
+def make(directory: Path, done: tuple[str, ...], at_work: str | None = None, **config: Any) -> Path:
+    """Write a run with those stages done, and one begun."""
+    directory.mkdir()
+    config = {"model": "demo", "data": "demo", "method": "hetdpt", "samples": None, "compare": ["random"], **config}
+    (directory / CONFIG).write_text(yaml.safe_dump(config))
+    for name in (*done, *([at_work] if at_work else [])):
+        clock = Clock(begin(directory, name, {"layers": 3}, {}, {"python": "3"}))
+        clock.note("fine-tuning", 40, 230)
+        if name in done:
+            clock.finish(RESULTS[name])
+    return directory
+
+
+def states(run: Run, directory: Path) -> dict[str, str]:
+    """Return the states of the stages, by name."""
+    return {stage["stage"]: stage["state"] for stage in run("status", directory, "--json").values["stages"]}
+
+
+def test_a_finished_run(run: Run, tmp_path: Path) -> None:
+    directory = make(tmp_path / "run", STAGES)
+    values = run("status", directory, "--json").values
+    assert (values["directory"], values["is_done"], values["is_running"]) == (str(directory), True, False)
+    assert {stage["stage"]: stage["words"] for stage in values["stages"]} == WORDS
+    assert [stage["stage"] for stage in values["stages"]] == list(STAGES)
+    assert {stage["state"] for stage in values["stages"]} == {"done"}
+    assert all(0 < stage["seconds"] < 10 for stage in values["stages"])
+    shown = run("status", directory)
+    assert (shown.code, shown.err) == (0, "")
+    lines = shown.out.splitlines()
+    assert lines[-1] == "done"
+    for name, words in WORDS.items():
+        assert any(f" {name} " in line and " done " in line and f"{words} " in line for line in lines), name
+
+
+def test_a_run_at_work_tells_how_far_it_is(run: Run, tmp_path: Path) -> None:
+    directory = make(tmp_path / "run", STAGES[:5], "recover")
+    with alone(directory):
+        values = run("status", directory, "--json").values
+        table = run("status", directory).out
+    assert (values["is_done"], values["is_running"]) == (False, True)
+    assert [stage["state"] for stage in values["stages"]] == ["done"] * 5 + ["running"] + ["left"] * 5
+    at_work = values["stages"][5]
+    assert 0 <= at_work["seconds"] < 10
+    assert at_work["words"].startswith("fine-tuning, 40/230, 0.")
+    assert at_work["words"].endswith(" s ago")
+    assert "fine-tuning, 40/230, " in table
+    assert table.splitlines()[-1] == "a process is at work here"
+
+
+def test_a_run_that_was_killed_is_interrupted_and_can_go_on(run: Run, tmp_path: Path) -> None:
+    directory = make(tmp_path / "my run [1]", STAGES[:5], "recover")
+    now = directory / "06-recover" / NOW
+    now.write_text(json.dumps({**json.loads(now.read_text()), "time": time.time() - 7265}))
+    assert states(run, directory)["recover"] == "interrupted"
+    lines = run("status", directory).out.splitlines()
+    assert lines[0].strip() == str(directory)
+    assert any("interrupted" in line and "fine-tuning, 40/230, 2 h 1 min ago" in line for line in lines)
+    command = f"hetdpt run --config '{directory / CONFIG}' --out '{directory}'"
+    assert lines[-1] == f"nobody is at work here; {command} goes on"
+    now.write_text("{")  # says nothing any more, and nothing is lost
+    assert states(run, directory)["recover"] == "interrupted"
+
+
+@pytest.mark.parametrize(
+    ("config", "not_needed"),
+    [
+        ({}, []),
+        ({"compare": []}, ["compare"]),
+        ({"samples": "samples.csv"}, ["collect"]),
+        ({"method": "random", "compare": []}, ["collect", "fit", "allocate", "compare"]),
+    ],
+    ids=["all", "nothing to compare", "samples given", "no split"],
+)
+def test_stages_without_a_directory_are_left_or_not_needed(
+    config: dict[str, Any], not_needed: list[str], run: Run, tmp_path: Path
+) -> None:
+    found = states(run, make(tmp_path / "run", ("analyse",), **config))
+    assert found.pop("analyse") == "done"
+    assert [name for name, state in found.items() if state == "not needed"] == not_needed
+    assert {state for name, state in found.items() if name not in not_needed} == {"left"}
+
+
+def test_nothing_is_written(run: Run, tmp_path: Path) -> None:
+    directory = make(tmp_path / "run", STAGES[:5], "recover")
+
+    def look() -> dict[Path, tuple[int, int]]:
+        return {file: (file.stat().st_mtime_ns, file.stat().st_ino) for file in [directory, *directory.rglob("*")]}
+
+    before = look()
+    assert run("status", directory).code == run("status", directory, "--json").code == 0
+    assert look() == before
+
+
+@pytest.mark.parametrize("what", ["nothing", "a file", "an empty directory"])
+def test_what_is_no_run(what: str, run: Run, tmp_path: Path) -> None:
+    place = tmp_path / "place"
+    if what == "a file":
+        place.write_text("")
+    if what == "an empty directory":
+        place.mkdir()
+    run("status", place).is_refused(f"{place} is no directory of hetdpt run: it has no {CONFIG}; give one that has")
+
+
+@pytest.mark.parametrize("damage", ["cut", "changed", "other"])
+def test_a_damaged_stage_is_named(damage: str, run: Run, tmp_path: Path) -> None:
+    directory = make(tmp_path / "run", STAGES[:5])
+    file = stage_directory(directory, "fit") / STAGE
+    text = file.read_text()
+    changed = {
+        "cut": text[:-9],
+        "changed": text.replace('"layers": 3', '"layers": 4'),
+        "other": text.replace("mae", "m"),
+    }
+    file.write_text(changed[damage])
+    assert file.read_text() != text
+    run("status", directory).is_refused_like(rf"{file} [^\n]*; [^\n]*")
+
+
+def test_a_damaged_config_is_named(run: Run, tmp_path: Path) -> None:
+    directory = make(tmp_path / "run", ("analyse",))
+    (directory / CONFIG).write_text("[")
+    run("status", directory).is_refused_like(rf"{directory / CONFIG} cannot be read [^\n]*; [^\n]*")
+
+
+def test_it_needs_no_torch(tmp_path: Path) -> None:
+    directory = make(tmp_path / "run", STAGES)
+    code = f"""
+import sys
+from pathlib import Path
+from hetdpt.cli.status import status
+status(Path({str(directory)!r}), as_json=True)
+assert not {{"torch", "timm", "numpy", "scipy", "matplotlib"}} & sys.modules.keys()
+"""
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert json.loads(found.stdout)["is_done"]
