@@ -21,7 +21,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[hf,export,data,tensorboard,dev]'
 	@touch $@
 
-demo: $(STAMP) ## Take DeiT-S apart by the paper's plan: inspect, merge, bench, save, load
+demo: $(STAMP) ## Make the model that comes with hetdpt faster, end to end: a table and an HTML report
 	$(BIN)/python -m hetdpt demo $(ARGS)
 
 test: $(STAMP) ## Run the tests and doctests, without the slow ones

@@ -16,7 +16,7 @@ from hetdpt.predictor.allocate import allocate, frontier, surface
 from hetdpt.predictor.polynomial import fit_predictor
 from hetdpt.predictor.prices import Price, Prices
 from hetdpt.report.frontier import summary, values_of
-from hetdpt.runs.stages import CONFIG, STAGES, SUMMARY, StageRecord, stage_directory
+from hetdpt.runs.stages import CONFIG, FLOW, STAGES, SUMMARY, StageRecord, stage_directory
 
 BLOCKS = 12
 PLAN: dict[str, Any] = {"attention": [2, 5, 9], "activation": [1, 4, 6, 7, 10], "removal": "calibrated"}
@@ -37,6 +37,8 @@ def build_run(directory: Path, last: str = STAGES[-1], is_finished: bool = True,
     directory.mkdir(parents=True)
     (directory / CONFIG).write_text(yaml.safe_dump(config, sort_keys=False))
     results = stage_results(config)
+    flow = [name for name in STAGES if name in results and not (name == "collect" and config["samples"])]
+    (directory / FLOW).write_text(json.dumps(flow))
     for name in STAGES[: STAGES.index(last) + 1]:
         if name in results:
             write_stage(directory, name, results[name])

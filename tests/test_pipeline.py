@@ -7,6 +7,7 @@ import random
 import re
 import signal
 import subprocess
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -327,3 +328,23 @@ class TestTheCommand:
         assert run("run", "--config", moved / "config.yaml", "--json").values["directory"] == str(moved)
         again = read_stages(moved)
         assert [stage.begun for stage in again] == [stage.begun for stage in read_stages(done)]
+
+
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "hetdpt"]
+
+
+@pytest.mark.slow
+class TestAGroup:
+    def test_trains_what_one_process_has_collected(self, home: Path, tmp_path: Path) -> None:
+        out = tmp_path / "run"
+        one = [word for word in command(home, out, "--device", "cpu") if word not in ("--compare", "random")]
+        refused = subprocess.run([*TORCHRUN, *one[1:]], capture_output=True, text=True, timeout=300)
+        assert refused.returncode != 0
+        assert (
+            "error: the stage collect is done by one process; give the same command without torchrun" in refused.stderr
+        )
+        subprocess.run([*one, "--until", "collect"], check=True, capture_output=True)
+        subprocess.run([*TORCHRUN, *one[1:]], check=True, capture_output=True, timeout=300)
+        model, summary = hetdpt.load(out / "model"), Summary.read(out)
+        assert hetdpt.evaluate(model, "demo").top1 == summary.pruned_accuracy
+        assert [record.name for record in read_stages(out)] == [name for name in STAGES if name != "compare"]

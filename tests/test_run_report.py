@@ -22,8 +22,10 @@ from run_directories import (
     EVIL,
     build_run,
     change_stage,
+    epochs,
     measured,
     picks,
+    predicted,
     prices,
     samples,
     scores,
@@ -36,12 +38,13 @@ from hetdpt.errors import FileError
 from hetdpt.plan import KINDS, Budget
 from hetdpt.report.headline import title
 from hetdpt.report.pictures.blocks import blocks, turns_of
+from hetdpt.report.pictures.epochs import accuracies, losses
 from hetdpt.report.pictures.speed import frontier as draw_frontier
 from hetdpt.report.pictures.speed import methods
 from hetdpt.report.pictures.surface import surface as draw_surface
 from hetdpt.report.run import RunRecord
 from hetdpt.report.write import REPORTS, write_report, write_reports
-from hetdpt.runs.stages import CONFIG, STAGE, STAGES, SUMMARY, stage_directory
+from hetdpt.runs.stages import CONFIG, FLOW, STAGE, STAGES, SUMMARY, stage_directory
 
 run = test_cli.run  # the fixture
 
@@ -216,7 +219,7 @@ def test_the_page_shows_what_was_found(full: Path) -> None:
         "1.43× faster", "0.84 points less accurate", "Goal met: 8 layers go", "95 % interval 1.40 – 1.46",
         "cpu (Intel(R) Xeon(R), 2 threads), float32, batch 8", "360 validation images", "96.02 – 97.82",
         "lost 3 attention layers and 5 activations of 24 layers that can go", "5 FFNs became one linear layer each",
-        "a polynomial through 20 samples, measured on 287 training images that were held out", "Of degree 2",
+        "a polynomial through 20 samples, each after brief fine-tuning, measured on 287 training images", "Of degree 2",
         "The best of 9 splits in 41 % of the bootstrap draws", "attention-only", "trained for 5 epochs",
         f"hetdpt run --config {full}/config.yaml", "torch 2.13.0", "the samples were measured on few images",
     ):  # fmt: skip
@@ -364,6 +367,24 @@ def test_a_frontier_without_times_counts_layers(full: Path) -> None:
     assert "×</text>" not in without
 
 
+def test_a_training_that_went_astray_is_drawn_as_far_as_there_are_numbers(full: Path) -> None:
+    change_stage(full, "recover", epochs=[*epochs()[:3], {"number": 3, "loss": math.nan, "last": math.inf}])
+    recovery = RunRecord.read(full).results.recover
+    assert recovery is not None
+    drawn = accuracies(recovery, 98.06, 400), losses(recovery, 400)
+    assert not re.search(r"\b(nan|inf)\b", "".join(drawn))
+    assert [hint.split("\n")[0] for hint in hints(ElementTree.fromstring(drawn[1]))] == ["epoch 1", "epoch 2"]
+
+
+def test_an_interval_without_ends_is_no_interval(full: Path) -> None:
+    stage = stage_directory(full, "fit")
+    cells = [{**cell, "low": -math.inf, "high": math.inf} for cell in predicted()["fit"]["surface"]]
+    change_stage(full, "fit", surface=cells)
+    assert "Infinity" in (stage / STAGE).read_text()
+    write_reports(full)
+    assert not re.search(r"\binf\b", Page.read(full).source)
+
+
 def test_the_method_of_the_run_is_compared_too(full: Path) -> None:
     picture = ElementTree.fromstring(methods(RunRecord.read(full), 820))
     assert [hint.split("\n")[0] for hint in hints(picture)] == ["dense", "random", "attention-only", "hetdpt"]
@@ -447,7 +468,7 @@ def test_a_report_is_written_before_the_summary_is(tmp_path: Path) -> None:
     write_stage(run, "report", None)
     write_reports(run, summary_of({"method": "hetdpt"}))
     assert "Goal met" in Page.read(run).text
-    assert sorted(file.name for file in run.iterdir() if file.is_file()) == [CONFIG, *sorted(REPORTS.values())]
+    assert sorted(file.name for file in run.iterdir() if file.is_file()) == [CONFIG, FLOW, *sorted(REPORTS.values())]
 
 
 def test_reports_need_no_torch() -> None:

@@ -98,7 +98,7 @@ def _threads(count: int) -> Iterator[None]:
 
 
 def _untrained(seed: int) -> nn.Module:
-    sizes = {"img_size": SIDE, "patch_size": 4, "embed_dim": 48, "depth": 12, "num_heads": 3, "mlp_ratio": 8}
+    sizes = {"img_size": SIDE, "patch_size": 4, "embed_dim": 48, "depth": 12, "num_heads": 3, "mlp_ratio": 8, "weight_init": "jax"}
     with seeded(seed):
         model = build(Base("timm", "vit_tiny_patch16_224", {**sizes, "num_classes": 10}))
     half = (0.5, 0.5, 0.5)

@@ -128,17 +128,18 @@ def latency_table(
             savings += _savings(known, owner, offered, inputs[owner], images, rounds)
             if progress:
                 progress(done, len(owners))
-        breakdown = _breakdown(model, _kinds(known), images, runs)
+        breakdown = _breakdown({"dense": model}, {"dense": _kinds(known)}, images, runs)["dense"]
     return LatencyTable(_measurement("latency", 1e3 * whole, "ms", images), savings, breakdown)
 
 
 def latency_breakdown(
-    model: nn.Module, input_size: InputSize | None = None, *, batch: int | None = None, runs: int = 20
-) -> dict[str, Measurement]:
-    """Return where the time of one batch goes, in milliseconds by kind of layer; a pruned model may be given too."""
-    images = _images(model, input_size, batch)
-    with evaluating(model):
-        return _breakdown(model, _kinds(model), images, runs)
+    models: dict[str, nn.Module], input_size: InputSize | None = None, *, batch: int | None = None, runs: int = 20
+) -> dict[str, dict[str, Measurement]]:
+    """Return where the time of one batch goes in each model, in milliseconds by kind of layer; they take turns."""
+    images = _images(next(iter(models.values())), input_size, batch)
+    kinds = {name: _kinds(model) for name, model in models.items()}
+    with evaluating(*models.values()):
+        return _breakdown(models, kinds, images, runs)
 
 
 def _savings(
@@ -257,15 +258,20 @@ def _kinds(model: nn.Module) -> dict[str, str]:
 
 
 @torch.inference_mode()
-def _breakdown(model: nn.Module, kinds: dict[str, str], images: Tensor, runs: int) -> dict[str, Measurement]:
-    """Return the time of one batch by kind of layer; what no kind claims is ``other``."""
-    rows: list[dict[str, float]] = []
-    for _ in range(runs):
-        spent = dict.fromkeys(kinds.values(), 0.0)
-        with _timed(model, kinds, spent, images.device):
+def _breakdown(
+    models: dict[str, nn.Module], kinds: dict[str, dict[str, str]], images: Tensor, runs: int
+) -> dict[str, dict[str, Measurement]]:
+    """Return the time of one batch by kind of layer, for models that take turns; what no kind claims is ``other``."""
+    rows: dict[str, list[dict[str, float]]] = {name: [] for name in models}
+    for name, model in [pair for _ in range(runs) for pair in models.items()]:
+        spent = dict.fromkeys(kinds[name].values(), 0.0)
+        with _timed(model, kinds[name], spent, images.device):
             total = _time_once(partial(model, images), images.device)
-        rows.append({**spent, "other": max(total - sum(spent.values()), 0.0)})
-    return {kind: _measurement(kind, np.array([1e3 * r[kind] for r in rows]), "ms", images) for kind in rows[0]}
+        rows[name].append({**spent, "other": max(total - sum(spent.values()), 0.0)})
+    return {
+        name: {kind: _measurement(kind, np.array([1e3 * row[kind] for row in some]), "ms", images) for kind in some[0]}
+        for name, some in rows.items()
+    }
 
 
 @contextmanager

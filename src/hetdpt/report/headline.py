@@ -58,8 +58,8 @@ def doubt(measured: Measured) -> str:
         total = sum(measured.breakdown.get(side, {}).values())
         if not whole / FAR < total < whole * FAR:
             return (
-                f"layer by layer a batch of the {side} model took {milliseconds(total)}, but {milliseconds(whole)} as a "
-                "whole; was the machine busy with something else?"
+                f"layer by layer a batch of the {side} model took {milliseconds(total)}, but {milliseconds(whole)} "
+                "as a whole; was the machine busy with something else?"
             )
     return ""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from math import isfinite
 from pathlib import Path
@@ -16,11 +16,9 @@ from hetdpt.errors import FileError, first_line
 from hetdpt.plan import Kind
 from hetdpt.report.results import Results, Summary
 from hetdpt.runs.asked import read_json
-from hetdpt.runs.stages import CONFIG, STAGE, STAGES, SUMMARY, StageRecord, read_stages
-from hetdpt.selection.methods import METHODS
+from hetdpt.runs.stages import CONFIG, STAGE, STAGES, SUMMARY, StageRecord, read_flow, read_stages
 
 GOALS = ("layers", "speedup", "macs", "params")
-BY_SPLIT = ("collect", "fit", "allocate")  # the stages of methods that split the budget by the predictor
 
 T = TypeVar("T")
 
@@ -33,6 +31,8 @@ class RunRecord:
     config: dict[str, Any]
     """What ``config.yaml`` says."""
     config_text: str
+    flow: tuple[str, ...]
+    """The names of the stages that it has."""
     stages: tuple[StageRecord, ...]
     """Those that are begun or done, in order."""
     results: Results = field(default_factory=Results)
@@ -55,6 +55,7 @@ class RunRecord:
             directory=directory,
             config=config,
             config_text=text,
+            flow=read_flow(directory),
             stages=stages,
             results=_results(stages),
             summary=None if summary is None else _checked(Summary, summary, file),
@@ -96,14 +97,9 @@ class RunRecord:
 
     @property
     def planned(self) -> list[str]:
-        """The names of the stages that the configuration asks for, and of those that are there, in order."""
-        row = METHODS.get(self.method)
-        is_needed = dict.fromkeys(STAGES, True)
-        is_needed |= dict.fromkeys(BY_SPLIT, row is None or row.split == "map")
-        is_needed["collect"] &= not self.config.get("samples")
-        is_needed["compare"] = bool(self.config.get("compare"))
+        """The names of the stages that the run has, and of those that are there, in order."""
         there = {stage.name for stage in self.stages}
-        return [name for name in STAGES if is_needed[name] or name in there]
+        return [name for name in STAGES if name in self.flow or name in there]
 
     @cached_property
     def entropies(self) -> dict[tuple[Kind, int], float]:
@@ -162,8 +158,7 @@ class RunRecord:
 
 def _results(stages: Iterable[StageRecord]) -> Results:
     types = {name: get_args(hint)[0] for name, hint in get_type_hints(Results).items()}
-    names = {one.name for one in fields(Results)}
-    done = (stage for stage in stages if stage.name in names and stage.is_done)
+    done = (stage for stage in stages if stage.name in types and stage.is_done)
     return Results(**{stage.name: _checked(types[stage.name], stage.result, stage.directory / STAGE) for stage in done})
 
 

@@ -91,10 +91,12 @@ def change(before: float, after: float) -> str:
 def interval(low: float | None, high: float | None) -> str:
     """Return where something lies.
 
-    >>> interval(1.4, 1.456)
-    '1.40 – 1.46'
+    >>> interval(1.4, 1.456), interval(0, None)
+    ('1.40 – 1.46', '–')
     """
-    return NONE if low is None or high is None else f"{low:.2f} – {high:.2f}"
+    if low is None or high is None or not isfinite(high - low):
+        return NONE
+    return f"{low:.2f} – {high:.2f}"
 
 
 def duration(seconds: float) -> str:

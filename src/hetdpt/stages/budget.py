@@ -52,6 +52,7 @@ def analyse(task: Task) -> Result:
 
 def collect(task: Task) -> Result:
     """Return samples of accuracy after brief fine-tunings, measured on training images that are held out."""
+    task.require_alone()
     config, found = task.config, list[Done]()
     held, measured_on = _held_out(task.data)
     steps = collect_into(

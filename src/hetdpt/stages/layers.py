@@ -18,7 +18,7 @@ from hetdpt.stages.task import Result, Task
 from hetdpt.surgery import known, merge_
 from hetdpt.training.trainer import Epoch
 
-PLAN_FILE, PICKS_FILE, MERGED = "plan.json", "picks.json", "model"
+PLAN_FILE, MERGED = "plan.json", "model"
 
 
 def select(task: Task) -> Result:

@@ -47,18 +47,15 @@ def measure(task: Task) -> Result:
         found[name] = {"accuracy": accuracies[name], "params": costs.params, "macs": costs.macs}
         found[name] |= {"ms": 1e3 * rate.batch / rate.value, "throughput": rate.value}
     task.note(f"speedup {speed.speedup['pruned']}")
+    spent = latency_breakdown(models, size, batch=config.batch)
     return {
         **found,
         "speedup": asdict(speed.speedup["pruned"]),
         **asdict(Machine.of(next(dense.parameters()).device)),
         "dtype": rate.dtype,
         "batch": rate.batch,
-        "breakdown": {name: _breakdown(model, config.batch) for name, model in models.items()},
+        "breakdown": {name: {kind: ms.value for kind, ms in kinds.items()} for name, kinds in spent.items()},
     }
-
-
-def _breakdown(model: nn.Module, batch: int | None) -> dict[str, float]:
-    return {kind: found.value for kind, found in latency_breakdown(model, batch=batch).items()}
 
 
 def merged_model(task: Task) -> nn.Module:
@@ -83,6 +80,7 @@ def _size(folder: Path) -> int:
 
 def compare(task: Task) -> Result:
     """Return what other methods come to with as many layers, the same fine-tuning and the same images."""
+    task.require_alone()
     config, layers = task.config, len(plan_of(task))
     asked = CompareConfig(
         layers=(layers,), methods=config.compare, selection=config.select_config, recovery=config.recovery

@@ -15,6 +15,7 @@ from torch import nn
 from hetdpt.collection.work import Workplace
 from hetdpt.config import RunConfig
 from hetdpt.data.sources import Data
+from hetdpt.errors import TrainError
 from hetdpt.modules import digest, find_device
 from hetdpt.predictor.polynomial import Row
 from hetdpt.predictor.rows import plain_rows
@@ -63,6 +64,14 @@ class Task:
     def part(self, text: str) -> Callable[[int, int], None]:
         """Return what is to be told how far a part of the stage is."""
         return partial(self.progress, text)
+
+    def require_alone(self) -> None:
+        """Raise ``TrainError`` in a group of processes: some stages are not for those."""
+        if self.processes.num_processes > 1:
+            raise TrainError(
+                f"the stage {self.stage} is done by one process; give the same command without torchrun, with "
+                f"--until {self.stage}, and then go on with the group"
+            )
 
     @cached_property
     def place(self) -> Workplace:

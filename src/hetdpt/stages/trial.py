@@ -41,7 +41,7 @@ from hetdpt.training.trainer import Companion, Progress, State
 
 PATIENCE = 2.0  # seconds after which a trial is long enough
 UPDATES = 5
-FEW, MORE, MANY = 4, 8, 64  # images
+FEW, MORE, MANY = 4, 16, 64  # images
 SMALL = 1 << 28  # bytes of a model that is saved for a trial; what a larger one takes is little beside its training
 
 

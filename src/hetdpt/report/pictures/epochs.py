@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import isfinite
 
 from markupsafe import Markup
 
@@ -18,8 +19,8 @@ HIGH = 240.0
 
 def accuracies(recovery: Recovery, dense: float | None, width: float) -> Markup:
     """Return accuracy by epoch, with the ``dense`` model as a level."""
-    values = [*(getattr(one, name) for one in recovery.epochs for name in SERIES), dense]
-    plot = _plot(recovery.epochs, [value for value in values if value is not None], "accuracy, %", width)
+    known = [value for name in SERIES for _, value in _points(recovery.epochs, name)]
+    plot = _plot(recovery.epochs, known if dense is None else [*known, dense], "accuracy, %", width)
     parts = [plot.axes()]
     if dense is not None:
         level = line(plot.x.start, plot.y(dense), plot.x.end, plot.y(dense), "level")
@@ -32,8 +33,8 @@ def accuracies(recovery: Recovery, dense: float | None, width: float) -> Markup:
 
 def losses(recovery: Recovery, width: float) -> Markup:
     """Return training loss by epoch."""
-    values = [one.loss for one in recovery.epochs if one.loss is not None]
-    plot = _plot(recovery.epochs, values, "training loss", width)
+    known = [value for _, value in _points(recovery.epochs, "loss")]
+    plot = _plot(recovery.epochs, known, "training loss", width)
     curve = _curve(plot, recovery.epochs, "loss", lambda value: f"loss {number(value)}")
     return drawing(width, plot.height, "training loss by epoch of the fine-tuning", plot.axes(), curve)
 
@@ -42,8 +43,14 @@ def _plot(epochs: Sequence[Epoch], ys: Sequence[float], up: str, width: float) -
     return frame(width, HIGH, [one.number for one in epochs], ys, "epoch", up, is_whole=True)
 
 
+def _points(epochs: Sequence[Epoch], name: str) -> list[tuple[int, float]]:
+    """Return what is known by epoch; a training that goes astray may have no number."""
+    values = [(one.number, getattr(one, name)) for one in epochs]
+    return [(epoch, value) for epoch, value in values if value is not None and isfinite(value)]
+
+
 def _curve(plot: Frame, epochs: Sequence[Epoch], name: str, spell: Callable[[float], str]) -> Markup:
-    points = [(one.number, getattr(one, name)) for one in epochs if getattr(one, name) is not None]
+    points = _points(epochs, name)
     at = [plot.at(*point) for point in points]
     dots = [
         mark(f"epoch {epoch}\n{spell(value)}", circle(*where, 9, "grasp"), dot(name, *where))

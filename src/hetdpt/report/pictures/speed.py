@@ -99,7 +99,7 @@ def frontier(record: RunRecord, width: float) -> Markup:
     samples = [one for one in fit.samples if isfinite(where(one.budget))]
     points = [(where(one.budget), one.predicted) for one in best]
     points += [(where(one.budget), one.accuracy) for one in samples]
-    points += [(final.x, final.y)] if final else []
+    points += _heights(final.x, final.measured.pruned.accuracy) if final else []
     plot = _plot(width, points, where.label, where.is_timed)
     crosses = [_sample(one, plot.at(where(one.budget), one.accuracy)) for one in samples]
     parts = [plot.axes(), *_best(best, where, plot), tag("g", *crosses, data_series="samples")]
@@ -148,7 +148,7 @@ def _said(one: Predicted) -> str:
 
 
 def _sample(one: Taken, at: tuple[float, float]) -> Markup:
-    hint = f"sample {short(one.budget)}\n{percent(one.accuracy)} after brief fine-tuning"
+    hint = f"sample {short(one.budget)}\n{percent(one.accuracy)}"
     return mark(hint, circle(*at, 8, "grasp"), cross(*at, "sample"))
 
 
@@ -169,6 +169,11 @@ def _bars(plot: Frame, at: tuple[float, float], speed: Range, scores: Scores | N
         yield line(plot.x.clipped(low), at[1], plot.x.clipped(high), at[1], "span")
     if scores is not None:
         yield line(at[0], plot.y.clipped(scores.low), at[0], plot.y.clipped(scores.high), "span")
+
+
+def _heights(x: float, scores: Scores) -> list[tuple[float, float]]:
+    """Return what has to be in a plot that shows an accuracy at ``x``: its interval, lest little look like much."""
+    return [(x, scores.low), (x, scores.high)]
 
 
 # Methods and runs
@@ -213,7 +218,7 @@ def runs(records: Sequence[RunRecord], width: float) -> Markup:
         if record.results.measure
     ]
     points = [(1.0, one.dense.accuracy.top1) for _, _, one in found]
-    points += [(one.speedup.value, one.pruned.accuracy.top1) for _, _, one in found]
+    points += [point for _, _, one in found for point in _heights(one.speedup.value, one.pruned.accuracy)]
     plot = _plot(width, points, "speedup, measured")
     parts, taken = [], list[tuple[float, float]]()
     for name, record, one in found:

@@ -54,11 +54,11 @@ def surface(record: RunRecord, width: float) -> Markup:
     tint = _tint(fit)
     parts = [_cell(one, fit, grid, tint, allocation) for one in fit.surface]
     parts += [_tied(row, grid) for row in (allocation.tied if allocation else ())]
+    if allocation:
+        parts.append(ring(*grid.centre(allocation.budget), min(grid.cell / 2.6, 11)))
     for one in fit.samples:
         at, size = grid.centre(one.budget), min(grid.cell / 5, 4.5)
         parts += [cross(*at, "sample under", size), cross(*at, "sample", size)]
-    if allocation:
-        parts.append(ring(*grid.centre(allocation.budget), min(grid.cell / 2.6, 11)))
     parts += _counts(grid)
     parts += _colours(tint, grid)
     label = "predicted accuracy by the number of attention and activation layers removed; more colour is higher"

@@ -40,8 +40,8 @@ def mark(hint: str, *inside: str, **attributes: Value) -> Markup:
     return tag("g", tag("title", hint), *inside, **{"class_": "mark", "role": "img", **attributes})
 
 
-def text(x: float, y: float, words: str, *classes: str, anchor: str | None = None, **attributes: Value) -> Markup:
-    return tag("text", words, x=x, y=y, class_=" ".join(("t", *classes)), text_anchor=anchor, **attributes)
+def text(x: float, y: float, words: str, *classes: str, anchor: str | None = None) -> Markup:
+    return tag("text", words, x=x, y=y, class_=" ".join(("t", *classes)), text_anchor=anchor)
 
 
 def line(x1: float, y1: float, x2: float, y2: float, class_: str) -> Markup:

@@ -1,0 +1,203 @@
+"""The dry run: its numbers are those of the real stages, and it leaves everything as it was."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from copy import deepcopy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import test_training_cli
+from torch import nn
+
+import hetdpt
+from hetdpt.collection.collect import collect_into
+from hetdpt.collection.work import Workplace
+from hetdpt.config import RunConfig
+from hetdpt.data.held_out import hold_out
+from hetdpt.data.sources import open_data
+from hetdpt.errors import DataError, PlanError, PredictError
+from hetdpt.modules import digest
+from hetdpt.plan import Budget
+from hetdpt.recipes import quick
+from hetdpt.runs.stages import CONFIG, STAGES, Clock, begin
+from hetdpt.selection.select import select
+from hetdpt.stages import trial
+from hetdpt.stages.estimate import Estimate, StageEstimate, estimate
+from hetdpt.surgery import gates_of
+
+BRIEF = {"training.batch_size": 8, "per_class": 4, "training.lr": 5e-4}
+DATA = open_data("demo")
+WITHOUT_SPLIT = {"method": "random", "rounds": None}
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> nn.Module:
+    return hetdpt.load(test_training_cli.build(tmp_path_factory.mktemp("estimate") / "dense"))
+
+
+def config(out: Path, **changes: Any) -> RunConfig:
+    short = quick().config.with_settings(BRIEF)
+    usual = {
+        "model": "tiny",
+        "data": "demo",
+        "out": out,
+        "layers": 2,
+        "images": 8,
+        "rounds": (2, 1, 1),
+        "collection": short.with_settings({"training.epochs": 1}),
+        "search": short.with_settings({"training.epochs": 2}),
+        "recovery": short.with_settings({"training.epochs": 3}),
+        "batch": 1,
+    }
+    return RunConfig(**(usual | changes))
+
+
+@pytest.fixture(scope="module")
+def whole(dense: nn.Module) -> Estimate:
+    """Return what is said of a run with all stages."""
+    return estimate(config(Path("nowhere"), compare=("random", "map+te", "importance-only")), dense, DATA)
+
+
+def stage(found: Estimate, name: str) -> StageEstimate:
+    return next(one for one in found.stages if one.stage == name)
+
+
+def test_the_collection_takes_as_many_updates_and_evaluations(
+    dense: nn.Module, whole: Estimate, tmp_path: Path
+) -> None:
+    told: Counter[str] = Counter()
+
+    def progress(text: str, done: int, total: int) -> None:
+        told[text.partition(": ")[2]] += 1
+
+    held, asked = hold_out(DATA), config(tmp_path).collect_config
+    steps = list(collect_into(tmp_path / "run", dense, held, asked, Workplace(progress=progress, batch=1)))
+    found = stage(whole, "collect")
+    assert found.updates == told["fine-tuning"] == 5 * 4  # 40 images in batches of 8, for 4 samples
+    assert found.text.startswith(f"{len(steps)} samples, 1 epoch of 5 updates each, measured on {len(held.val or ())} ")
+    assert found.evaluations == (1 + 2 * (len(steps) - 1)) * len(held.val or ())
+    saved = [file for file in (tmp_path / "run").rglob("*.safetensors") if file.parent.name in ("dense", "last")]
+    weights = sum(tensor.nbytes for tensor in dense.state_dict().values())
+    assert found.left == len(saved) * weights
+
+
+def test_the_search_and_the_fine_tuning_take_as_many_updates(dense: nn.Module, whole: Estimate, tmp_path: Path) -> None:
+    asked, told = config(tmp_path), list[tuple[str, int, int]]()
+    select(dense, DATA, Budget(1, 1), "hetdpt", asked.select_config, progress=lambda *now: told.append(now))
+    assert stage(whole, "select").updates == len([text for text, _, _ in told if text == "search"]) == 10
+    *_, last = hetdpt.recover(deepcopy(dense), None, DATA, asked.recovery)
+    assert stage(whole, "recover").updates == last.update == 15
+    assert stage(whole, "recover").evaluations == 4 * len(DATA.val or ())
+
+
+def test_a_comparison_is_a_choice_and_a_fine_tuning_for_each_method(whole: Estimate) -> None:
+    found, recovery, search = (stage(whole, name) for name in ("compare", "recover", "select"))
+    assert found.updates == 3 * recovery.updates + search.updates  # of the three, importance-only searches
+    assert found.evaluations == 3 * recovery.evaluations + 4 * len(DATA.val or ())
+    assert found.text.startswith("random, map+te, importance-only: ")
+
+
+def test_every_stage_of_a_run_is_there_and_has_a_time(whole: Estimate) -> None:
+    assert [one.stage for one in whole.stages] == list(STAGES)
+    moments = {one.stage for one in whole.stages if one.seconds is None}
+    assert moments == {"fit", "allocate", "report"}
+    assert all(one.seconds > 0 for one in whole.stages if one.seconds is not None)
+    assert whole.seconds == pytest.approx(sum(one.seconds or 0.0 for one in whole.stages))  # in another order
+    assert (whole.layers, whole.is_guess, whole.device) == (2, False, "cpu")
+    assert whole.memory > 50e6, "torch alone takes more"
+
+
+def test_nothing_is_written_and_the_model_is_left_alone(dense: nn.Module, tmp_path: Path) -> None:
+    before, was_training = digest(dense), dense.training
+    told: list[str] = []
+    estimate(config(tmp_path / "out"), dense, DATA, progress=lambda text, *_: told.append(text))
+    assert not list(tmp_path.iterdir())
+    assert (digest(dense), dense.training, gates_of(dense)) == (before, was_training, {})
+    assert all(parameter.grad is None for parameter in dense.parameters())
+    assert "trying the search" in told
+
+
+@pytest.mark.parametrize(
+    ("changes", "missing"),
+    [
+        (WITHOUT_SPLIT, {"collect", "fit", "allocate", "compare"}),
+        ({"samples": Path("some.csv"), "rounds": None, "method": "map+te"}, {"collect", "compare"}),
+    ],
+)
+def test_stages_that_a_run_does_not_have_are_left_out(dense: nn.Module, changes: Any, missing: set[str]) -> None:
+    found = estimate(config(Path("nowhere"), **changes), dense, DATA)
+    assert set(STAGES) - {one.stage for one in found.stages} == missing
+    assert stage(found, "select").updates == 0
+
+
+def test_stages_that_are_done_are_marked_and_cost_nothing(dense: nn.Module, tmp_path: Path) -> None:
+    asked = config(tmp_path, **WITHOUT_SPLIT)
+    (tmp_path / CONFIG).write_text(asked.to_yaml())
+    for name in ("analyse", "select"):
+        record = begin(tmp_path, name, {}, {}, {})
+        if name == "analyse":
+            Clock(record).finish({})
+    found = estimate(asked, dense, DATA)
+    assert [one.stage for one in found.stages if one.is_done] == ["analyse"]
+    left = [one.seconds or 0.0 for one in found.stages if one.stage != "analyse"]
+    assert found.seconds == pytest.approx(sum(left))  # in another order
+
+
+def test_a_goal_that_is_no_number_of_layers_is_guessed_at(dense: nn.Module) -> None:
+    found = estimate(config(Path("nowhere"), layers=None, speedup=1.2, method="map+te"), dense, DATA)
+    assert (found.layers, found.is_guess) == (2, True)  # a third of 6
+    assert stage(found, "select").text.startswith("about 2 layers by map+te")
+
+
+def test_what_a_run_would_refuse_is_refused(dense: nn.Module) -> None:
+    with pytest.raises(PlanError, match="asked for 7 sites, but this model has 6"):
+        estimate(config(Path("nowhere"), layers=7, **WITHOUT_SPLIT), dense, DATA)
+    with pytest.raises(PredictError, match="9 rounds of the chain attention take 9 attention layers"):
+        estimate(config(Path("nowhere"), rounds=(9, 1, 1)), dense, DATA)
+    with pytest.raises(DataError, match="accuracy is measured on the split val"):
+        estimate(config(Path("nowhere"), **WITHOUT_SPLIT), dense, replace(DATA, val=None))
+
+
+@pytest.mark.parametrize(("ema", "parts"), [(0.0, 3), (0.5, 4)])
+def test_a_checkpoint_has_weights_two_moments_and_an_average(dense: nn.Module, ema: float, parts: int) -> None:
+    asked = config(Path("nowhere"))
+    tried = trial.try_training(dense, DATA, asked.recovery.with_settings({"training.ema_decay": ema}), asked)
+    weights = sum(tensor.nbytes for tensor in dense.state_dict().values())
+    assert tried.state == pytest.approx(parts * weights, rel=0.02)  # beside them, counters of a few bytes
+    assert (tried.epochs, tried.updates, tried.images, tried.has_average) == (3, 15, 40, bool(ema))
+    assert tried.evaluations == 4 * (2 if ema else 1)
+
+
+def test_answers_of_a_teacher_that_are_kept_are_asked_for_once(dense: nn.Module) -> None:
+    asked = config(Path("nowhere"))
+    kept = {"cache_teacher": True, "augmentation.fixed_views": True}
+    tried = trial.try_training(dense, DATA, asked.recovery.with_settings(kept), asked)
+    assert tried.asks
+    assert not trial.try_training(dense, DATA, asked.recovery, asked).asks
+
+
+def test_times_on_a_few_images_are_stretched_to_all(dense: nn.Module) -> None:
+    asked = config(Path("nowhere"), images=200)
+
+    def work(images: Any) -> None:
+        time.sleep(0.02 + 0.002 * images.count)
+
+    found = trial._stretched(work, dense, DATA, asked)
+    assert 0.35 < found < 1.5  # 0.42; a busy machine sleeps longer
+
+
+def test_the_disk_holds_what_stages_have_left_and_what_one_needs_meanwhile() -> None:
+    stages = (
+        StageEstimate(stage="collect", text="", left=10, most=50),
+        StageEstimate(stage="recover", text="", left=20, most=45),
+        StageEstimate(stage="save", text="", left=5),
+    )
+    rest: dict[str, Any] = {"device": "cpu", "processor": "", "threads": 1, "memory": 0, "memory_of": "", "layers": 1}
+    made = Estimate(stages=stages, is_guess=False, **rest)
+    assert made.disk == 10 + 45
+    assert made.to_dict()["disk"] == 55
+    assert replace(made, stages=stages[2:]).disk == 5
