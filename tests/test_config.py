@@ -65,6 +65,7 @@ REFUSED: list[tuple[dict[str, Any], type[HetDPTError], str]] = [
     ({"compare": ("random", "random")}, PlanError, "random is to be compared with itself"),
     ({"compare": "random"}, TrainError, r"compare is 'random', but a list \(a text...\) was expected"),
     ({"method": "random", "compare": ("map+te",)}, PlanError, "make map.te the method, and compare random"),
+    ({"method": "random", "layers": None, "macs": 1e9}, PlanError, "random takes so many layers, .* give --layers"),
     ({"method": "random", "samples": Path("a.csv")}, PlanError, "random splits no budget.* no use for samples"),
     ({"method": "random", "rounds": (1, 1, 1)}, PlanError, "random splits no budget.* no use for rounds"),
     ({"samples": Path("a.csv"), "rounds": (1, 1, 1)}, PlanError, "samples are given; leave one of them out"),

@@ -17,6 +17,7 @@ import pytest
 import test_cli
 import test_training_cli
 import torch
+import transformers
 from test_cli import SCRIPT, Run
 
 import hetdpt
@@ -251,6 +252,35 @@ class TestOtherWays:
             assert "--redo allocate" in goal.next.command
         else:
             assert goal.text.endswith("no further budget is in reach")
+
+    @pytest.mark.parametrize(
+        ("goal", "words"),
+        [
+            ({"layers": 7}, "7 layers are to go, but this model has 6 that can; ask for fewer"),
+            (
+                {"layers": None, "speedup": 1000.0},
+                "speedup 1000 is out of reach: without any of the 6 layers .* ask for less",
+            ),
+            ({"layers": None, "macs": "1%"}, "macs .* is out of reach: .* it would be .*; ask for less"),
+        ],
+    )
+    def test_a_goal_out_of_reach_is_refused_before_hours_are_spent(
+        self, home: Path, tmp_path: Path, goal: dict[str, Any], words: str
+    ) -> None:
+        with pytest.raises(PlanError, match=words):
+            hetdpt.run(asked(home, out=tmp_path / "run", **goal), until="collect")
+        hetdpt.run(asked(home, out=tmp_path / "run"), until="analyse")  # and another goal can follow
+
+    def test_a_model_of_transformers(self, tmp_path: Path) -> None:
+        config = transformers.ViTConfig(
+            hidden_size=16, num_hidden_layers=3, num_attention_heads=2, intermediate_size=32, image_size=16,
+            patch_size=4, num_labels=10,
+        )  # fmt: skip
+        transformers.ViTForImageClassification(config).save_pretrained(tmp_path / "hf")
+        changes = {"model": f"hf:{tmp_path / 'hf'}", "out": tmp_path / "run", "method": "te-static", "rounds": None}
+        summary = hetdpt.run(asked(tmp_path, **changes, compare=[], onnx=True))
+        assert summary.macs < summary.dense_macs
+        assert (tmp_path / "run" / "model.onnx").is_file()
 
     def test_a_directory_of_other_things_is_refused(self, home: Path) -> None:
         with pytest.raises(FileError, match="holds other things than a run"):

@@ -3,34 +3,55 @@
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import typer.main
+
+from hetdpt.cli import app
 
 ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "README.md").read_text()
+PARSER = typer.main.get_command(app)
 
 
 def blocks(language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", TEXT, re.DOTALL)
 
 
+def commands() -> list[list[str]]:
+    """Return the words of every command."""
+    lines = [line for block in blocks("sh") for line in block.splitlines()]
+    return [shlex.split(line, comments=True)[1:] for line in lines if line.startswith("hetdpt ")]
+
+
+def test_there_are_commands() -> None:
+    assert {words[0] for words in commands()} >= {"run", "status", "report", "oneshot", "recover", "compare"}
+
+
+@pytest.mark.parametrize("words", commands(), ids=" ".join)
+def test_every_command_is_understood(words: list[str]) -> None:
+    command = PARSER.commands[words[0]]  # type: ignore[attr-defined]
+    assert command.make_context(words[0], words[1:]).params
+
+
 @pytest.mark.slow
 def test_the_python_runs(tmp_path: Path) -> None:
     for block in blocks("python"):
         subprocess.run([sys.executable, "-c", block], cwd=tmp_path, check=True)
+    assert (tmp_path / "runs/python/model/model.safetensors").is_file()
     assert (tmp_path / "runs/deit_small-8/model.safetensors").is_file()
 
 
 @pytest.mark.slow
 def test_the_commands_run_in_order(tmp_path: Path) -> None:
-    lines = [line for block in blocks("sh") for line in block.splitlines() if line.startswith("hetdpt ")]
-    assert len(lines) == 4
-    for line in lines:
-        subprocess.run([sys.executable, "-m", *line.split()], cwd=tmp_path, check=True)
-    assert (tmp_path / "runs/small.onnx").is_file()
+    for words in commands():
+        subprocess.run([sys.executable, "-m", "hetdpt", *words], cwd=tmp_path, check=True)
+    for name in ("first/report.html", "first.html", "small.onnx", "recovered/best/model.safetensors", "plan.json"):
+        assert (tmp_path / "runs" / name).is_file(), name
 
 
 def test_make_targets_exist() -> None:

@@ -19,6 +19,15 @@ REFERENCE = json.loads((Path(__file__).parents[1] / "benchmarks" / "reference" /
 DEIT = ("deit_small_imagenet", "deit_base_imagenet")
 SWIN = ("swin_small_imagenet", "swin_base_imagenet")
 
+PAPER = {  # how many layers a search takes
+    "deit_small_imagenet": 8,
+    "deit_base_imagenet": 10,
+    "swin_small_imagenet": 10,
+    "swin_base_imagenet": 10,
+    "cifar100": 10,
+    "dinov2_giant_cifar100": 15,
+}
+
 every_recipe = pytest.mark.parametrize("name", RECIPES)
 every_deit = pytest.mark.parametrize("name", DEIT)
 
@@ -141,6 +150,30 @@ def test_dinov2_giant_sees_as_many_images_per_gpu_as_cifar100_says() -> None:
     changed = replace(training, batch_size=paper.batch_size, accumulate=1, ema_decay=paper.ema_decay)
     assert changed == paper
     assert training.ema_decay == 0, "FSDP keeps no moving average"
+
+
+@every_recipe
+def test_its_search_has_a_fixed_rate_whatever_the_number_of_gpus(name: str) -> None:
+    made = recipe(name)
+    assert made.search.training.schedule == "constant"
+    assert made.search.training.lr == made.search.training.peak_lr(8) == 1e-5
+
+
+@pytest.mark.parametrize("name", sorted(PAPER))
+def test_the_paper_samples_with_ten_epochs_and_searches_in_stages_of_3_5_7_epochs(name: str) -> None:
+    made, layers = recipe(name), PAPER[name]
+    assert made.collection == made.config.with_settings({"training.epochs": 10})
+    assert made.search.training.epochs == sum(3 + 2 * stage for stage in range(layers))
+    assert (made.removal, made.candidates, made.explores) == ("plain", "te", False)
+    assert made.plan is None or len(published_plan(made.plan)) == layers
+    in_all = made.search.training.batch_size * made.search.training.accumulate
+    assert in_all == made.config.training.batch_size * made.config.training.accumulate
+
+
+def test_brief_and_search_are_parts_of_quick() -> None:
+    assert recipe("brief").config == quick().collection
+    assert recipe("search").config == quick().search
+    assert quick().collection.training.epochs == 1
 
 
 def test_quick_is_light() -> None:

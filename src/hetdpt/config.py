@@ -237,15 +237,20 @@ class RunConfig:
         Wanted(self.layers, speedup=self.speedup, **{name: amount.value for name, amount in amounts.items()})
 
     def _require_methods(self) -> None:
-        for name in (self.method, *self.compare):
+        named = (self.method, *self.compare)
+        for name in named:
             method_called(name)
-        others = (self.method, *self.compare)
-        if twice := [name for name in METHODS if others.count(name) > 1]:
+        if twice := [name for name in METHODS if named.count(name) > 1]:
             raise PlanError(f"the method {twice[0]} is to be compared with itself; name every method once")
         if self.is_split:
             if self.samples is not None and self.rounds is not None:
                 raise PlanError("rounds say how samples are collected, but samples are given; leave one of them out")
             return
+        if self.layers is None:
+            raise PlanError(
+                f"the method {self.method} takes so many layers, whatever they cost; give --layers, or a method that "
+                "splits a budget, such as hetdpt"
+            )
         if split := [name for name in self.compare if method_called(name).split == "map"]:
             raise PlanError(
                 f"{split[0]} splits its budget by samples of accuracy, which a run with the method {self.method} does "
@@ -263,6 +268,8 @@ class RunConfig:
         for name in ("model", "data"):
             if not getattr(self, name):
                 raise TrainError(f"{name} is empty; a run needs one")
+        if self.keep == "ema" and not self.recovery.training.ema_decay:
+            raise TrainError("keep is 'ema', but recovery.training.ema_decay is 0: there is no average to keep; set it")
         if self.keep == "ema" and not self.recovery.training.ema_decay:
             raise TrainError("the moving average is to be kept, but there is none; set recovery.training.ema_decay")
 

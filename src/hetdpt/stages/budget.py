@@ -5,17 +5,20 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
+from math import inf
 from typing import Any
 
 from hetdpt.collection.collect import collect_into, read_samples
 from hetdpt.collection.work import Done
+from hetdpt.config import RunConfig
 from hetdpt.data.held_out import hold_out
 from hetdpt.data.sources import Data
 from hetdpt.data.streams import Stream
+from hetdpt.errors import PlanError
 from hetdpt.measurement.accuracy import evaluate
 from hetdpt.measurement.costs import Costs
 from hetdpt.measurement.machine import Machine
-from hetdpt.plan import Budget, Sample
+from hetdpt.plan import KINDS, Budget, Sample
 from hetdpt.predictor.allocate import allocate as split_budget
 from hetdpt.predictor.allocate import frontier, surface
 from hetdpt.predictor.polynomial import Predictor, Row, fit_predictor
@@ -34,6 +37,7 @@ def analyse(task: Task) -> Result:
     scores = evaluate(model, task.data, workers=config.workers, progress=task.part("evaluating the dense model"))
     task.note(f"dense: {scores.top1:.2f} % of {scores.count} images", best=scores.top1)
     prices = measure_prices(model, removal=config.removal, batch=config.batch, progress=task.progress)
+    _require_reach(config, prices)
     costs = Costs.of(model, size)
     return {
         "model": config.model,
@@ -48,6 +52,21 @@ def analyse(task: Task) -> Result:
         "macs": costs.macs,
         "prices": json.loads(prices.to_json()),
     }
+
+
+def _require_reach(config: RunConfig, prices: Prices) -> None:
+    """Raise ``PlanError`` for a goal that is missed even without any layer, before hours are spent on it."""
+    offered, wanted = Budget(*(prices.count(kind) for kind in KINDS)), config.with_numbers(prices.dense).wanted
+    layers, left = offered.attention + offered.activation, prices.of(offered)
+    if wanted.layers is not None and wanted.layers > layers:
+        raise PlanError(f"{wanted.layers} layers are to go, but this model has {layers} that can; ask for fewer")
+    best = {"speedup": prices.speedup(offered) or inf, "macs": left.macs, "params": left.params}
+    for name, value in wanted.conditions.items():
+        if name in best and (value > best[name] if name == "speedup" else value < best[name]):
+            raise PlanError(
+                f"{name} {value:.4g} is out of reach: without any of the {layers} layers that can go it would be "
+                f"{best[name]:.4g}; ask for less"
+            )
 
 
 def collect(task: Task) -> Result:

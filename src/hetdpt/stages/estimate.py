@@ -105,11 +105,13 @@ def estimate(config: RunConfig, model: nn.Module, data: Data, progress: StagePro
     ``model`` is moved to the device and otherwise left alone. The trials take about as long as a dozen updates of the
     weights.
 
-    >>> import timm
+    >>> import hetdpt
     >>> from hetdpt.data.sources import open_data
-    >>> model = timm.create_model("vit_tiny_patch16_224", img_size=16, patch_size=4, depth=3, num_classes=10)
-    >>> config = RunConfig(model="tiny", data="demo", out="nowhere", layers=2, method="random", images=16)
-    >>> {stage.stage: stage.updates for stage in estimate(config, model, open_data("demo")).stages if stage.updates}
+    >>> config = RunConfig(
+    ...     model="vit_tiny_patch16_224", data="demo", out="nowhere", layers=2, method="random", images=4
+    ... )
+    >>> found = estimate(config, hetdpt.create(config.model, img_size=32, num_classes=10), open_data("demo"))
+    >>> {stage.stage: stage.updates for stage in found.stages if stage.updates}
     {'recover': 220}
     """
     processes = start(config.recovery.training.precision, config.device)
@@ -155,21 +157,25 @@ class _Forecast:
 
     def stages(self) -> list[StageEstimate]:
         """Return the stages that the run has."""
-        config = self.config
-        flow: list[tuple[Callable[[], StageEstimate], bool]] = [
-            (self._analyse, True),
-            (self._collect, config.is_sampled),
-            (lambda: StageEstimate(stage="fit", text="how accuracy depends on the layers removed"), config.is_split),
-            (lambda: StageEstimate(stage="allocate", text="how many layers of each kind go"), config.is_split),
-            (self._select, True),
-            (self._recover, True),
-            (self._merge, True),
-            (self._measure, True),
-            (self._save, True),
-            (self._compare, bool(config.compare)),
-            (lambda: StageEstimate(stage="report", text="summary.json, report.html, report.md, report.json"), True),
+        moments = {
+            "fit": "how accuracy depends on the layers removed",
+            "allocate": "how many layers of each kind go",
+            "report": "summary.json, report.html, report.md, report.json",
+        }
+        work: dict[str, Callable[[], StageEstimate]] = {
+            "analyse": self._analyse,
+            "collect": self._collect,
+            "select": self._select,
+            "recover": self._recover,
+            "merge": self._merge,
+            "measure": self._measure,
+            "save": self._save,
+            "compare": self._compare,
+        }
+        return [
+            work[name]() if name in work else StageEstimate(stage=name, text=moments[name])
+            for name in self.config.stages
         ]
-        return [work() for work, is_needed in flow if is_needed]
 
     # the stages
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
@@ -91,11 +92,9 @@ def try_training(
         companion=companion,
         evaluates=False,
     )
-    try:
+    with suppress(_Enough):
         for _ in epochs:
             trial.begin()
-    except _Enough:
-        pass
     times = [later - earlier for earlier, later in pairwise(trial.times)]
     has_average = bool(training.ema_decay)
     return Training(
