@@ -77,7 +77,7 @@ REFUSED: list[tuple[dict[str, Any], type[HetDPTError], str]] = [
     ({"minutes": float("nan")}, TrainError, "minutes is nan; 0 or more"),
     ({"batch": 0}, TrainError, "batch is 0; 1 or more"),
     ({"model": ""}, TrainError, "model is empty"),
-    ({"keep": "ema"}, TrainError, "set recovery.training.ema_decay"),
+    ({"keep": "ema"}, TrainError, "recovery.training.ema_decay is 0: there is no average to keep"),
     ({"candidates": "some"}, TrainError, "candidates is 'some', but 'all' or 'te' was expected"),
     ({"recovery": {"drop_path": 0.1}}, TrainError, "recovery is {'drop_path': 0.1}, but a RecoverConfig was expected"),
     ({"layers": "8"}, TrainError, "layers is '8', but a whole number or null was expected"),

@@ -49,6 +49,7 @@ FENCES = {
     "datasets": {"data"},
     "webdataset": {"data"},
     "jinja2": {"report"},
+    "yaml": {"config", "report"},
     "rich": {"cli"},
     "typer": {"cli"},
 }

@@ -259,7 +259,7 @@ def test_what_is_shown_is_never_code(tmp_path: Path) -> None:
     change_stage(run, "measure", processor=EVIL, breakdown={"dense": {EVIL: 1.0}, "pruned": {EVIL: 0.5}})
     change_stage(run, "fit", pruned_formula=EVIL)
     write_stage(run, "save", {"model": EVIL}, **{EVIL: EVIL})
-    goal = {"wanted": {}, "is_met": False, "text": EVIL, "next": {"budget": {}, "command": EVIL}}
+    goal = {"wanted": {}, "is_met": False, "text": EVIL, "next": None}
     (run / SUMMARY).write_text(json.dumps({"goal": goal, "warnings": [EVIL]}))
     write_reports(run)
     page = Page.read(run)
@@ -310,8 +310,9 @@ def test_a_breakdown_that_is_longer_than_its_batch_is_doubted(full: Path) -> Non
 
 
 def test_a_goal_that_was_missed_says_by_how_much_and_what_to_try(full: Path) -> None:
-    text, command = "missed by 5 %", "hetdpt run --speedup 1.6"
-    goal = {"wanted": {"speedup": 1.5}, "is_met": False, "text": text, "next": {"budget": {}, "command": command}}
+    text, command = "missed by 5 %", f"hetdpt run --config {full / CONFIG} --set 'budget=[4, 6]' --out {full}-next"
+    further = {"budget": {"attention": 4, "activation": 6}}
+    goal = {"wanted": {"speedup": 1.5}, "is_met": False, "text": text, "next": further}
     write_reports(full, {**summary_of({"method": "hetdpt"}), "goal": goal})
     assert f"Goal missed: {text}" in Page.read(full).text
     assert command in Page.read(full).text

@@ -70,6 +70,8 @@ class RunConfig:
     """Goal: at most so many multiply-accumulates are left: 3.2e9, ``3.2G``, or ``70%`` of the dense model's."""
     params: float | str | None = None
     """Goal: at most so many parameters are left, written likewise."""
+    budget: tuple[int, int] | None = None
+    """Exactly so many attention layers and so many activations go: nothing is sampled, other goals are only checked."""
     method: str = "hetdpt"
     """How layers are chosen, a name from ``METHODS``."""
     compare: tuple[str, ...] = ()
@@ -131,7 +133,7 @@ class RunConfig:
     @property
     def is_split(self) -> bool:
         """Whether the accuracy predictor splits the budget between the kinds of layers."""
-        return method_called(self.method).split == "map"
+        return self.budget is None and method_called(self.method).split == "map"
 
     @property
     def is_sampled(self) -> bool:
@@ -152,7 +154,18 @@ class RunConfig:
             raise PredictError(
                 f"{parts[0]} is a part of the dense model, whose costs are not known yet; count them first"
             )
-        return Wanted(self.layers, speedup=self.speedup, **{n: amount.value for n, amount in self._amounts.items()})
+        layers = sum(self.budget) if self.budget is not None else self.layers
+        return Wanted(layers, speedup=self.speedup, **{n: amount.value for n, amount in self._amounts.items()})
+
+    def located(self) -> RunConfig:
+        """Return this config with whole paths, so that it means the same from any working directory."""
+        paths = {name: value for name, value in vars(self).items() if isinstance(value, Path)}
+        found: dict[str, Any] = {name: path.resolve() for name, path in paths.items()}
+        if Path(self.model).is_dir():
+            found["model"] = str(Path(self.model).resolve())
+        if self.data_root is None and Path(self.data).is_dir():
+            found["data"] = str(Path(self.data).resolve())
+        return replace(self, **found)
 
     def with_numbers(self, dense: Price) -> RunConfig:
         """Return this config with numbers for parts of the ``dense`` model.
@@ -222,7 +235,7 @@ class RunConfig:
 
     def _require_goal(self) -> None:
         amounts = self._amounts
-        if not amounts and self.layers is None and self.speedup is None:
+        if not amounts and (self.layers, self.speedup, self.budget) == (None,) * 3:
             raise PlanError(
                 "a run needs a goal: how many layers go (--layers 8), how much faster it is to be (--speedup 1.5), or "
                 "how much may be left (--macs 3G, --params 16M)"
@@ -234,7 +247,8 @@ class RunConfig:
         for name, amount in amounts.items():
             if amount.is_part and amount.value > 100:
                 raise PlanError(f"{name} is {amount.value:g}% of the dense model; at most 100% was expected")
-        Wanted(self.layers, speedup=self.speedup, **{name: amount.value for name, amount in amounts.items()})
+        if amounts or (self.layers, self.speedup) != (None, None):
+            Wanted(self.layers, speedup=self.speedup, **{name: amount.value for name, amount in amounts.items()})
 
     def _require_methods(self) -> None:
         named = (self.method, *self.compare)
@@ -246,6 +260,8 @@ class RunConfig:
             if self.samples is not None and self.rounds is not None:
                 raise PlanError("rounds say how samples are collected, but samples are given; leave one of them out")
             return
+        if self.budget is not None:
+            return self._require_budget(self.budget)
         if self.layers is None:
             raise PlanError(
                 f"the method {self.method} takes so many layers, whatever they cost; give --layers, or a method that "
@@ -259,6 +275,17 @@ class RunConfig:
         if strays := [name for name in ("samples", "rounds") if getattr(self, name) is not None]:
             raise PlanError(f"the method {self.method} splits no budget, so there is no use for {' and '.join(strays)}")
 
+    def _require_budget(self, budget: tuple[int, int]) -> None:
+        if min(budget) < 0 or not sum(budget):
+            raise PlanError(f"budget is {budget}; how many attention layers and how many activations go was expected")
+        if self.layers not in (None, sum(budget)):
+            raise PlanError(f"{self.layers} layers are to go, but the budget {budget} has {sum(budget)}; give one")
+        if method_called(self.method).split != "map":
+            raise PlanError(
+                f"a budget says how many layers of each kind go, but the method {self.method} takes so many in all; "
+                "give layers, or a method that takes a budget, such as hetdpt"
+            )
+
     def _require_numbers(self) -> None:
         least = {"workers": 0, "minutes": 0, "batch": 1, "num_classes": 1, "img_size": 1}
         for name, number in least.items():
@@ -270,8 +297,6 @@ class RunConfig:
                 raise TrainError(f"{name} is empty; a run needs one")
         if self.keep == "ema" and not self.recovery.training.ema_decay:
             raise TrainError("keep is 'ema', but recovery.training.ema_decay is 0: there is no average to keep; set it")
-        if self.keep == "ema" and not self.recovery.training.ema_decay:
-            raise TrainError("the moving average is to be kept, but there is none; set recovery.training.ema_decay")
 
 
 @cache

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 from torch import nn
 
@@ -13,7 +14,7 @@ from hetdpt.data.sources import Data, open_data
 from hetdpt.errors import PlanError
 from hetdpt.export.saved import open_model
 from hetdpt.randomness import seeded
-from hetdpt.runs.stages import STAGES, held
+from hetdpt.runs.stages import STAGES, Asked, held, is_as_before
 from hetdpt.stages.budget import allocate, analyse, collect, fit
 from hetdpt.stages.events import Event
 from hetdpt.stages.layers import merge, recover, select
@@ -30,7 +31,7 @@ FLOW = (
     Stage(collect, (*HOW, "rounds", "collection"), (MODEL, DATA)),
     Stage(fit, (), (MODEL, "collect", SAMPLES)),
     Stage(allocate, ("layers", "speedup", "macs", "params"), ("analyse", "fit")),
-    Stage(select, (*SEARCH, "layers"), (MODEL, DATA, "allocate"), by_all=True),
+    Stage(select, (*SEARCH, "layers", "budget"), (MODEL, DATA, "allocate"), by_all=True),
     Stage(recover, ("images", "recovery"), (MODEL, DATA, "select"), by_all=True),
     Stage(merge, ("keep",), ("recover",)),
     Stage(measure, ("batch", "device"), (MODEL, DATA, "merge"), by_all=True),
@@ -54,34 +55,50 @@ def run(
     inputs is refused by name; ``redo`` does it and all that follow anew. ``until`` ends after that stage, with None.
     ``inputs``, a model and data, take the place of those that the configuration names. ``watch`` is told what happens.
     """
-    flow = _flow(config, redo, until)
+    config, flow = config.located(), _flow(config, redo, until)
     processes = start(config.recovery.training.precision, config.device)
     tell = watch if watch and processes.is_main_process else _silent
-    with _held(config, flow, redo, processes):
-        task = _task(config, *(inputs or open_inputs(config)), processes, tell)
-        tell(Event("", "begin", ",".join(stage.name for stage in flow)))
+    task = _task(config, *(inputs or open_inputs(config)), processes, tell)
+    with _held(task, flow, redo):
+        tell(Event("", "begin", ",".join(config.stages)))
         for stage in flow:
             task.results[stage.name] = do(stage, task)
-            if stage.name == until:
+            if stage.name == until != flow[-1].name:
                 return None
     return Summary.read(config.out)
 
 
-def _flow(config: RunConfig, *named: str | None) -> list[Stage]:
-    """Return the stages that a run has; ``PlanError`` where one that was ``named`` is none of them."""
-    for name in named:
+def _flow(config: RunConfig, redo: str | None, until: str | None) -> list[Stage]:
+    """Return the stages that a run has; ``PlanError`` where ``redo`` or ``until`` name none of them."""
+    for name in (redo, until):
         if name not in (None, *config.stages):
             raise PlanError(f"this run has no stage {name}; its stages are {', '.join(config.stages)}")
+    if redo and until and config.stages.index(until) < config.stages.index(redo):
+        raise PlanError(f"--until {until} ends before --redo {redo} begins; leave one of them out")
     return [stage for stage in FLOW if stage.name in config.stages]
 
 
-def _held(
-    config: RunConfig, flow: list[Stage], redo: str | None, processes: Accelerator
-) -> AbstractContextManager[None]:
+def _held(task: Task, flow: list[Stage], redo: str | None) -> AbstractContextManager[None]:
     """Hold the run directory in the first process of a group."""
-    if not processes.is_main_process:
+    if not task.processes.is_main_process:
         return nullcontext()
-    return held(config.out, config.to_yaml(), {stage.name: stage.settings_of(config) for stage in flow}, redo)
+    config = task.config
+    return held(config.out, config.to_yaml(), asked_of(flow, config, task.given), redo)
+
+
+def asked_of(flow: list[Stage], config: RunConfig, given: Mapping[str, Any]) -> dict[str, Asked]:
+    """Return what is asked of each stage, as far as that is known beforehand."""
+    return {stage.name: stage.asked_of(config, given) for stage in flow}
+
+
+def done_before(config: RunConfig, model: nn.Module, data: Data, redo: str | None = None) -> list[str]:
+    """Return the names of the stages that a run would not do again, without touching anything."""
+    flow, given = _flow(config, redo, None), _identities(config, model, data)
+    if not config.out.is_dir():
+        return []
+    kept = config.stages[: config.stages.index(redo)] if redo else config.stages
+    asked = asked_of(flow, config, given)
+    return [name for name in kept if is_as_before(config.out, name, asked[name])]
 
 
 def open_inputs(config: RunConfig) -> tuple[nn.Module, Data]:
@@ -104,9 +121,12 @@ def _task(
     config: RunConfig, model: nn.Module, data: Data, processes: Accelerator, tell: Callable[[Event], None]
 ) -> Task:
     """Return what the stages are given."""
-    model.to(processes.device)
+    return Task(config, model.to(processes.device), data, _identities(config, model, data), processes, tell)
+
+
+def _identities(config: RunConfig, model: nn.Module, data: Data) -> dict[str, Any]:
     samples = read_samples(config.samples, survey_of(model).anatomy.blocks) if config.samples else None
-    return Task(config, model, data, identities(model, data, samples), processes, tell)
+    return identities(model, data, samples)
 
 
 def _silent(_: Event) -> None:

@@ -13,13 +13,15 @@ if TYPE_CHECKING:
     from hetdpt.stages.estimate import Estimate
 
 
-def show_estimate(asked: RunConfig, as_json: bool, quiet: bool) -> None:
+def show_estimate(asked: RunConfig, redo: str | None, as_json: bool, quiet: bool) -> None:
     """Try the steps of a run and print what it would do; nothing is written."""
-    from hetdpt.pipeline import open_inputs
+    from hetdpt.pipeline import done_before, open_inputs
     from hetdpt.stages.estimate import estimate
 
+    model, data = open_inputs(asked)
+    done = done_before(asked, model, data, redo)
     with stages(quiet or as_json) as (move, _):
-        found = estimate(asked, *open_inputs(asked), move)
+        found = estimate(asked, model, data, move, done=done)
     if as_json:
         return print_json(**found.to_dict())
     _print(found, asked)

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from hetdpt.config import RunConfig
     from hetdpt.stages.summary import Summary
 
-REPORT = "report.html"
+COLUMNS = ("method", "accuracy", "params", "macs", "ms", "speedup")
 TRAININGS = ("collection", "search", "recovery")
 EVERYWHERE = {  # options that hold for each of them
     "batch_size": "training.batch_size",
@@ -125,7 +125,7 @@ def run(
     given = {name: value for name, value in context.params.items() if value is not None}
     asked = RunConfig.resolve(recipe=recipe, file=config, changes=_changes(given, config))
     if dry_run:
-        return show_estimate(asked, as_json, quiet)
+        return show_estimate(asked.located(), redo, as_json, quiet)
     do(asked, redo, until, as_json, quiet)
 
 
@@ -153,9 +153,9 @@ def _changes(given: dict[str, Any], file: Path | None) -> dict[str, Any]:
 
 def _is_run(folder: Path) -> bool:
     """Whether the file that was given for settings is that of a run."""
-    from hetdpt.runs.stages import CONFIG, read_stages
+    from hetdpt.runs.stages import FLOW
 
-    return (folder / CONFIG).is_file() and bool(read_stages(folder))
+    return (folder / FLOW).is_file()
 
 
 def do(asked: RunConfig, redo: str | None, until: str | None, as_json: bool, quiet: bool) -> None:
@@ -175,38 +175,40 @@ def do(asked: RunConfig, redo: str | None, until: str | None, as_json: bool, qui
 
 def _print(found: Summary, out: Path) -> None:
     """Print the dense model, the pruned one and those of other methods in a table, and where all of it is."""
+    from hetdpt.report.commands import further
+    from hetdpt.report.headline import title
+    from hetdpt.report.run import RunRecord
+    from hetdpt.report.words import place
+    from hetdpt.report.write import REPORTS
     from hetdpt.stages.outcome import ONNX, SAVED
 
     print_(_table(found, out))
-    kept = found.pruned_accuracy - found.dense_accuracy
-    typer.echo(
-        f"{found.speedup:.2f}x faster, measured on {found.processor} ({found.device}, {found.threads} threads, "
-        f"{found.dtype}, batch {found.batch}); accuracy {kept:+.2f} points on {found.images} images"
-    )
+    record = RunRecord.read(out)
+    assert record.results.measure is not None
+    typer.echo(f"{title(record)}; {found.images} images, {place(record.results.measure)}")
     gone = (f"{kind} {' '.join(map(str, found.plan[kind])) or 'none'}" for kind in KINDS)
     typer.echo(f"removed: {'; '.join(gone)}")
     if not found.goal.is_met:
         typer.echo(f"goal missed: {found.goal.text}", err=True)
         if found.goal.next:
-            typer.echo(f"to try it: {found.goal.next.command}", err=True)
+            typer.echo(f"to try it: {further(found.goal.next.budget, out)}", err=True)
     for warning in found.warnings:
         typer.echo(f"warning: {warning}", err=True)
-    onnx = f", {out / ONNX}" if (out / ONNX).is_file() else ""
+    onnx = f", {out / ONNX}" if record.results.save and record.results.save.onnx else ""
     typer.echo(f"model: {out / SAVED}{onnx}; hetdpt.load({str(out / SAVED)!r}) opens it")
-    typer.echo(f"report: {(out / REPORT).resolve()}")
+    typer.echo(f"report: {(out / REPORTS['html']).resolve()}")
 
 
 def _table(found: Summary, out: Path) -> Any:
-    """Return the table of all models; those of other methods were timed in turns with the dense one, too."""
+    """Return the table of all models."""
     from hetdpt.report.words import amount, milliseconds, percent, times
     from hetdpt.runs.stages import read_stages
 
     rows = table("what it came to", "", "accuracy", "params", "MACs", "of a batch", "speedup")
-    models = [("dense", found.dense_accuracy, found.dense_params, found.dense_macs, 1.0)]
-    models.append((found.method, found.pruned_accuracy, found.params, found.macs, found.speedup))
+    models = [("dense", found.dense_accuracy, found.dense_params, found.dense_macs, found.dense_ms, 1.0)]
+    models.append((found.method, found.pruned_accuracy, found.params, found.macs, found.ms, found.speedup))
     compared = next((stage.result for stage in read_stages(out) if stage.name == "compare"), None) or {"rows": ()}
-    models += [(r["method"], r["accuracy"], r["params"], r["macs"], r["speedup"]) for r in compared["rows"]]
-    for name, accuracy, params, macs, speedup in models:
-        cells = percent(accuracy), amount(params), amount(macs), milliseconds(found.dense_ms / speedup), times(speedup)
-        rows.add_row(name, *cells)
+    models += [tuple(row[name] for name in COLUMNS) for row in compared["rows"]]
+    for name, accuracy, params, macs, ms, speedup in models:
+        rows.add_row(name, percent(accuracy), amount(params), amount(macs), milliseconds(ms), times(speedup))
     return rows

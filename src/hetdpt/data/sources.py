@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 from PIL.Image import Image
 
 from hetdpt.data.digits import open_digits
@@ -54,6 +56,27 @@ class Data:
         """What a run that was begun with this data is to be continued with, as plain JSON."""
         images = [len(split) if split is not None else None for split in (self.train, self.val)]
         return {"data": self.name, "classes": self.num_classes, "images": images}
+
+
+def identity_of(data: Data) -> dict[str, Any]:
+    """Return what tells data apart from other data wherever it lies, as plain JSON; no image is read."""
+    images = [len(split) if split is not None else None for split in (data.train, data.val)]
+    return {"classes": data.num_classes, "images": images, "names": _checksum(data)}
+
+
+def _checksum(data: Data) -> str:
+    """Return a checksum of the names of classes and images, and of the labels, of both splits."""
+    found = hashlib.sha256()
+    for split in (data.train, data.val):
+        if split is None:
+            continue
+        found.update("\n".join(split.classes).encode())
+        if isinstance(split, Stream):
+            found.update(str((split.shards, split.lengths)).encode())
+        else:
+            found.update(np.asarray(split.targets(), dtype=np.int64).tobytes())
+            found.update("\n".join(Path(split.name_of(index)).name for index in range(len(split))).encode())
+    return found.hexdigest()
 
 
 def open_data(

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from shlex import join, quote
 from typing import Any
 
+from hetdpt.plan import Budget
 from hetdpt.report.run import GOALS, RunRecord
 from hetdpt.runs.stages import CONFIG
 
@@ -31,6 +33,17 @@ def commands(record: RunRecord) -> list[Command]:
         model = record.directory / saved.model
         found.append(Command("The faster model in Python", f"import hetdpt\n\nmodel = hetdpt.load({str(model)!r})"))
     return found
+
+
+def further(budget: Budget, directory: Path) -> str:
+    """Return the command that tries ``budget`` beside the run in ``directory``.
+
+    >>> further(Budget(3, 5), Path("runs/a"))
+    "hetdpt run --config runs/a/config.yaml --set 'budget=[3, 5]' --out runs/a-next"
+    """
+    split = f"budget=[{budget.attention}, {budget.activation}]"
+    config, out = str(directory / CONFIG), f"{directory}-next"
+    return join(["hetdpt", "run", "--config", config, "--set", split, "--out", out])
 
 
 def _words(record: RunRecord) -> list[str]:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Sequence
 
 from hetdpt.plan import KINDS
-from hetdpt.report.commands import commands
+from hetdpt.report.commands import commands, further
 from hetdpt.report.headline import confidence, difference, goal_line, lead, title
 from hetdpt.report.run import RunRecord
 from hetdpt.report.tables import Table, before_and_after, comparison_table, runs_table
@@ -50,7 +50,7 @@ def _goal(record: RunRecord) -> Iterable[str]:
     assert goal is not None
     yield from (f"**{_plain(goal_line(goal))}**", "")
     if goal.next is not None:
-        yield from ("What to try next:", "", *_code(goal.next.command), "")
+        yield from ("What to try next:", "", *_code(further(goal.next.budget, record.directory)), "")
 
 
 def _layers(record: RunRecord, heading: str) -> Iterable[str]:

@@ -16,7 +16,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from hetdpt.report import figures, headline, tables
-from hetdpt.report.commands import commands
+from hetdpt.report.commands import commands, further
 from hetdpt.report.pictures.latency import share
 from hetdpt.report.run import RunRecord
 from hetdpt.report.words import duration, percent, place, wanted
@@ -113,6 +113,7 @@ def _view(record: RunRecord, key: str, name: str) -> dict[str, Any]:
         "tiles": headline.tiles(record),
         "place": place(measured_on) if measured_on else None,
         "goal": goal,
+        "further": further(goal.next.budget, record.directory) if goal and goal.next else None,
         "goal_line": headline.goal_line(goal) if goal else f"Asked for: {wanted(record.goals)}",
         "difference": headline.difference(results.measure) if results.measure else "",
         "merged": headline.merged(results.merge) if results.merge else "",

@@ -258,8 +258,7 @@ class Results:
 class Next:
     """What to try where the goal was missed."""
 
-    budget: dict[str, Any]
-    command: str
+    budget: Budget
 
 
 @dataclass(frozen=True)

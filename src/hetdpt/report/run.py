@@ -175,7 +175,7 @@ def _checked(kind: type[T], values: Any, file: Path) -> T:
 
 def _read_config(file: Path) -> tuple[str, dict[str, Any]]:
     try:
-        text = file.read_text()
+        text = file.read_text(encoding="utf-8")
         values = yaml.safe_load(text)
         if not isinstance(values, dict):
             raise ValueError("no settings")

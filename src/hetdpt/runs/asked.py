@@ -11,7 +11,7 @@ from hetdpt.errors import FileError, first_line
 
 def read_json(file: Path) -> dict[str, Any]:
     try:
-        values = json.loads(file.read_text())
+        values = json.loads(file.read_text(encoding="utf-8"))
         if not isinstance(values, dict):
             raise ValueError("no JSON object")
     except (OSError, ValueError) as error:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import resource
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -27,12 +27,12 @@ from hetdpt.errors import TrainError
 from hetdpt.measurement.machine import Machine
 from hetdpt.plan import KINDS, Budget, Kind, Plan
 from hetdpt.runs.checkpoints import KEPT
-from hetdpt.runs.stages import CONFIG, read_stages
 from hetdpt.selection.methods import Method, method_called
 from hetdpt.selection.select import kinds_of
 from hetdpt.stages import trial
-from hetdpt.stages.outcome import TIMING_SECONDS
+from hetdpt.stages.outcome import ROUNDS, TIMING_SECONDS
 from hetdpt.stages.trial import Training
+from hetdpt.studies import compare_work
 from hetdpt.surgery import known, ready, removable
 from hetdpt.training.processes import start
 
@@ -99,11 +99,18 @@ class Estimate:
         return {**asdict(self), "seconds": self.seconds, "disk": self.disk}
 
 
-def estimate(config: RunConfig, model: nn.Module, data: Data, progress: StageProgress | None = None) -> Estimate:
+def estimate(
+    config: RunConfig,
+    model: nn.Module,
+    data: Data,
+    progress: StageProgress | None = None,
+    *,
+    done: Collection[str] = (),
+) -> Estimate:
     """Return what a run of ``config`` will do, stage by stage, and about how long on this device.
 
-    ``model`` is moved to the device and otherwise left alone. The trials take about as long as a dozen updates of the
-    weights.
+    ``model`` is moved to the device and otherwise left alone. ``done`` names stages that will not be done again. The
+    trials take about as long as a dozen updates of the weights.
 
     >>> import hetdpt
     >>> from hetdpt.data.sources import open_data
@@ -121,8 +128,6 @@ def estimate(config: RunConfig, model: nn.Module, data: Data, progress: StagePro
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     forecast = _Forecast(config, model.to(device), data, progress)
-    is_begun = (config.out / CONFIG).is_file()
-    done = [stage.name for stage in read_stages(config.out) if stage.is_done] if is_begun else []
     stages = tuple(replace(stage, is_done=stage.stage in done) for stage in forecast.stages())
     return Estimate(
         stages=stages,
@@ -238,7 +243,7 @@ class _Forecast:
 
     def _measure(self) -> StageEstimate:
         count = self._validation
-        seconds = count * self._evaluation + self._timing(2) + 2 * BREAKDOWN * self._batch
+        seconds = count * self._evaluation + self._timing(2, ROUNDS, TIMING_SECONDS) + 2 * BREAKDOWN * self._batch
         text = f"the pruned model on {count} images; both timed in turns"
         return StageEstimate(stage="measure", text=text, evaluations=count, seconds=seconds)
 
@@ -263,7 +268,7 @@ class _Forecast:
             seconds=sum(seconds for seconds, _ in chosen)
             + len(methods) * self._recovering
             + again
-            + self._timing(1 + len(methods)),
+            + self._timing(1 + len(methods), RUNS, compare_work.TIMING_SECONDS),
             most=max(map(_checkpoints, [*searches, self._recovery])) + 4 * self.weights,
         )
 
@@ -299,10 +304,10 @@ class _Forecast:
         asked = training.images if training.asks else 0
         return training.updates * training.seconds + asked * self._evaluation
 
-    def _timing(self, models: int) -> float:
-        """Return the seconds in which so many models are timed in turns."""
+    def _timing(self, models: int, rounds: int, seconds: float) -> float:
+        """Return how long so many models are timed in turns, ``rounds`` times or for ``seconds``."""
         turn = models * self._batch
-        return WARMUP * turn + min(RUNS * turn, TIMING_SECONDS)
+        return WARMUP * turn + min(rounds * turn, seconds)
 
     @property
     def _recovering(self) -> float:

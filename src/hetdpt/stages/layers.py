@@ -24,7 +24,7 @@ PLAN_FILE, MERGED = "plan.json", "model"
 def select(task: Task) -> Result:
     """Return the plan: which layers of the budget go, and by what scores."""
     config, picks = task.config, list[Picked]()
-    budget: Budget | int = Budget(**task.results["allocate"]["budget"]) if config.is_split else config.layers or 0
+    budget = _budget(task)
 
     def watch(pick: Picked) -> None:
         picks.append(pick)
@@ -47,6 +47,14 @@ def select(task: Task) -> Result:
     )
     scores = [{"kind": pick.site.kind, "block": pick.site.block, "score": pick.score} for pick in picks]
     return {"method": config.method, "plan": asdict(plan), "picks": scores}
+
+
+def _budget(task: Task) -> Budget | int:
+    """Return how many layers go: of each kind where that is given or allocated, else in all."""
+    config = task.config
+    if config.budget is not None:
+        return Budget(*config.budget)
+    return Budget(**task.results["allocate"]["budget"]) if config.is_split else config.layers or 0
 
 
 def plan_of(task: Task) -> Plan:

@@ -11,12 +11,14 @@ from torch import nn
 from hetdpt.export.onnx import export_onnx
 from hetdpt.export.saved import load
 from hetdpt.export.saved import save as save_model
+from hetdpt.files import sha256
 from hetdpt.measurement.accuracy import evaluate
 from hetdpt.measurement.costs import Costs
 from hetdpt.measurement.machine import Machine
 from hetdpt.measurement.speed import latency_breakdown, measure_throughput
 from hetdpt.report.write import write_reports
 from hetdpt.runs.stages import SUMMARY
+from hetdpt.selection.methods import method_called
 from hetdpt.stages.budget import samples_of
 from hetdpt.stages.layers import MERGED, plan_of
 from hetdpt.stages.summary import summarise
@@ -71,7 +73,8 @@ def save(task: Task) -> Result:
     if task.config.onnx:
         exported = export_onnx(model, out / ONNX, overwrite=True)
         found |= {"onnx": ONNX, "onnx_difference": exported.largest_difference}
-    return {**found, "bytes": _size(out / SAVED)}
+    files = {SAVED: None} | ({ONNX: sha256(out / ONNX)} if task.config.onnx else {})
+    return {**found, "bytes": _size(out / SAVED), "files": files}
 
 
 def _size(folder: Path) -> int:
@@ -82,9 +85,12 @@ def compare(task: Task) -> Result:
     """Return what other methods come to with as many layers, the same fine-tuning and the same images."""
     task.require_alone()
     config, layers = task.config, len(plan_of(task))
-    asked = CompareConfig(
-        layers=(layers,), methods=config.compare, selection=config.select_config, recovery=config.recovery
-    )
+    why_not = {name: _why_not(name, layers, task) for name in config.compare}
+    methods = tuple(name for name, why in why_not.items() if not why)
+    left_out = [f"{name} is not compared: {why}" for name, why in why_not.items() if why]
+    if not methods:
+        return {"rows": [], "images": 0, "warnings": left_out}
+    asked = CompareConfig(layers=(layers,), methods=methods, selection=config.select_config, recovery=config.recovery)
     steps = compare_into(
         task.directory, task.model, task.data, asked, task.place, samples=samples_of(task) if config.is_split else ()
     )
@@ -94,8 +100,17 @@ def compare(task: Task) -> Result:
             task.note(f"{outcome.method}: {outcome.accuracy:.2f} %")
     found = Comparison.read(task.directory)
     rows = [_row(row) for row in found.rows]
-    warnings = [text for text in found.warnings if text != GIVEN or config.samples]  # ours are of images held out
+    warnings = [*left_out, *(text for text in found.warnings if text != GIVEN)]  # ours are of images held out
     return {"rows": rows, "images": found.dense.images, "measured": found.measured, "warnings": warnings}
+
+
+def _why_not(name: str, layers: int, task: Task) -> str:
+    """Return why a method cannot take so many layers; empty where it can."""
+    method, sites = method_called(name), task.results["analyse"]["sites"]
+    count = len([site for site in sites if method.only in (None, site["kind"])])
+    if count < layers:
+        return f"{layers} layers go, and there are {count} that it could take"
+    return "there are no samples to split its budget by" if method.split == "map" and not task.config.is_split else ""
 
 
 def _row(row: Row) -> dict[str, Any]:
@@ -106,6 +121,7 @@ def _row(row: Row) -> dict[str, Any]:
         "accuracy": row.accuracy,
         "params": row.speed.params,
         "macs": row.speed.macs,
+        "ms": row.speed.ms,
         "speedup": row.speed.speedup,
         "low": row.speed.low,
         "high": row.speed.high,
@@ -116,5 +132,6 @@ def report(task: Task) -> Result:
     """Return the names of the reports, which are written with the summary of the run."""
     out = task.config.out
     found = summarise(task).to_dict()
-    write_values(out / SUMMARY, found)
-    return write_reports(out, found)
+    names = write_reports(out, found)
+    write_values(out / SUMMARY, found)  # last: with it the run is finished
+    return {"files": {name: sha256(out / name) for name in (*names.values(), SUMMARY)}}

@@ -6,16 +6,19 @@ import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from shlex import join
 from typing import Any
 
+from hetdpt.config import RunConfig
 from hetdpt.errors import FileError, PredictError, first_line
 from hetdpt.plan import Budget
 from hetdpt.predictor.allocate import Split, Wanted
 from hetdpt.predictor.allocate import allocate as split_budget
-from hetdpt.runs.stages import CONFIG, SUMMARY, read_stages
+from hetdpt.runs.stages import SUMMARY, read_stages
 from hetdpt.stages.budget import predictor_of, prices_of
 from hetdpt.stages.task import Result, Task
+from hetdpt.studies.compare import GIVEN
+
+AGREES = 1.1  # times that two ways to tell a speedup may differ
 
 
 @dataclass(frozen=True)
@@ -23,7 +26,6 @@ class Next:
     """A budget to try where the goal was missed."""
 
     budget: Budget
-    command: str
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,7 @@ class Summary:
         try:
             values = json.loads(file.read_text())
             goal = values["goal"]
-            further = Next(Budget(**goal["next"]["budget"]), goal["next"]["command"]) if goal["next"] else None
+            further = Next(Budget(**goal["next"]["budget"])) if goal["next"] else None
             known = {**values, "goal": Goal(**{**goal, "next": further}), "warnings": tuple(values["warnings"])}
             return cls(**known)
         except (OSError, ValueError, TypeError, KeyError) as error:
@@ -112,7 +114,7 @@ def summarise(task: Task) -> Summary:
         **{name: measured[name] for name in ("device", "processor", "threads", "dtype", "batch")},
         images=pruned["accuracy"]["count"],
         goal=_goal(task),
-        warnings=tuple(dict.fromkeys(_warnings(results))),
+        warnings=tuple(dict.fromkeys(_warnings(results, config))),
         seconds=sum(stage.seconds for stage in read_stages(config.out)),
         model=config.model,
         data=config.data,
@@ -162,14 +164,10 @@ def _next(task: Task, wanted: Wanted, reached: dict[str, float]) -> Next | None:
         best: Split = split_budget(predictor_of(task), prices=prices, **asked).best
     except PredictError:
         return None
-    if best.budget == here:
-        return None
-    options = [part for name, value in asked.items() for part in (f"--{name}", f"{value:.4g}")]
-    out = task.config.out
-    return Next(best.budget, join(["hetdpt", "run", "--config", str(out / CONFIG), *options, "--redo", "allocate"]))
+    return Next(best.budget) if best.budget != here else None
 
 
-def _warnings(results: dict[str, Result]) -> Iterator[str]:
+def _warnings(results: dict[str, Result], config: RunConfig) -> Iterator[str]:
     """Yield a sentence for everything that makes the numbers doubtful."""
     accuracy, classes = results["analyse"]["accuracy"], results["analyse"]["classes"]
     if accuracy["low"] <= 100 / classes:
@@ -177,7 +175,28 @@ def _warnings(results: dict[str, Result]) -> Iterator[str]:
         yield f"the dense model is no better than chance: {top1:.1f} % in {classes} classes; were its weights given?"
     for stage in ("allocate", "compare"):
         yield from results.get(stage, {}).get("warnings", ())
+    yield from _doubts_of_speed(results)
     if "collect" in results and "validation" in results["collect"]["measured_on"]:
         yield "samples of accuracy were measured on the validation images, as a stream has none to hold out"
     if unreadable := sorted({*accuracy["unreadable"], *results["recover"]["unreadable"]}):
         yield f"{len(unreadable)} images could not be read, {unreadable[0]} first"
+    if config.samples is not None:
+        yield GIVEN
+    if config.keep == "best":
+        yield "the model kept is that of the best epoch, which the validation images chose; their accuracy flatters it"
+
+
+def _doubts_of_speed(results: dict[str, Result]) -> Iterator[str]:
+    measured, analysis = results["measure"], results["analyse"]
+    speedup, of_medians = measured["speedup"], measured["dense"]["ms"] / measured["pruned"]["ms"]
+    if not speedup["low"] / AGREES < of_medians < speedup["high"] * AGREES:
+        yield (
+            f"times do not agree: {speedup['value']:.2f}x in turns, but {of_medians:.2f}x by the median times of a "
+            "batch; was the machine busy? --redo measure does it again"
+        )
+    before, now = ((part["processor"], part["threads"]) for part in (analysis, measured))
+    if before != now:
+        yield (
+            f"layers were priced on {before[0]} with {before[1]} threads, but the speedup was measured on {now[0]} "
+            f"with {now[1]}"
+        )

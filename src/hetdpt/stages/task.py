@@ -14,7 +14,7 @@ from torch import nn
 
 from hetdpt.collection.work import Workplace
 from hetdpt.config import RunConfig
-from hetdpt.data.sources import Data
+from hetdpt.data.sources import Data, identity_of
 from hetdpt.errors import TrainError
 from hetdpt.modules import digest, find_device
 from hetdpt.predictor.polynomial import Row
@@ -103,10 +103,11 @@ class Stage:
     def name(self) -> str:
         return self.work.__name__
 
-    def settings_of(self, config: RunConfig) -> dict[str, Any]:
-        """Return what is asked for of it, as plain JSON."""
+    def asked_of(self, config: RunConfig, given: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+        """Return what is asked of it as far as that is known before the first stage, as plain JSON."""
         values = asdict(config) | {"device": find_device(config.device).type}
-        return {name: str(values[name]) if isinstance(values[name], Path) else values[name] for name in self.settings}
+        settings = {name: values[name] for name in self.settings}
+        return {"settings": settings, "inputs": {name: given[name] for name in self.inputs if name in given}}
 
 
 def do(stage: Stage, task: Task) -> Result:
@@ -114,10 +115,10 @@ def do(stage: Stage, task: Task) -> Result:
     task = replace(task, stage=stage.name)
     record = None
     if task.processes.is_main_process:
-        inputs = {name: _identity(name, task) for name in stage.inputs}
-        record = begin(
-            task.config.out, stage.name, stage.settings_of(task.config), inputs, _versions(), stage.is_derived
-        )
+        asked = stage.asked_of(task.config, task.given)
+        others = {name: checksum(task.results.get(name)) for name in stage.inputs if name not in task.given}
+        inputs = asked["inputs"] | others
+        record = begin(task.config.out, stage.name, asked["settings"], inputs, _versions(), stage.is_derived)
     task.processes.wait_for_everyone()
     found = StageRecord.read(stage_directory(task.config.out, stage.name))
     if found.result is not None:
@@ -147,13 +148,9 @@ def _work(stage: Stage, task: Task, record: StageRecord) -> None:
     task.tell(Event(stage.name, "done", seconds=clock.seconds))
 
 
-def _identity(name: str, task: Task) -> Any:
-    return task.given[name] if name in task.given else checksum(task.results.get(name))
-
-
 def identities(model: nn.Module, data: Data, samples: Sequence[Row] | None) -> dict[str, Any]:
     """Return what the inputs of a run are known by that are no stages."""
-    return {MODEL: digest(model), DATA: data.facts, SAMPLES: checksum(plain_rows(samples or ()))}
+    return {MODEL: digest(model), DATA: identity_of(data), SAMPLES: checksum(plain_rows(samples or ()))}
 
 
 def _versions() -> dict[str, str]:

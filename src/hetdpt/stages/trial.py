@@ -216,7 +216,7 @@ def try_evaluation(model: nn.Module, data: Data, workers: int) -> float:
             each.append((marks[-1] - marks[-2]) / len(batch.images))
             if marks[-1] - marks[0] > PATIENCE:
                 break
-    return min(each)  # the first one warms up
+    return statistics.median(each[1:] or each)  # the first one warms up
 
 
 def try_batch(model: nn.Module, batch: int | None) -> float:

@@ -326,8 +326,9 @@ class Job:
                 progress=self.place.stage("timing"),
             )
             for key, model in models.items():
-                costs, ratio = Costs.of(model, size), timing.speedup[key]
-                found[key] = Speed(ratio.value, ratio.low, ratio.high, costs.macs, costs.params)
+                costs, ratio, rate = Costs.of(model, size), timing.speedup[key], timing.throughput[key]
+                ms = 1e3 * rate.batch / rate.value
+                found[key] = Speed(ratio.value, ratio.low, ratio.high, costs.macs, costs.params, ms)
         speed, costs = timing.throughput["dense"], Costs.of(dense, size)
         measured = f"{speed.device}, {speed.dtype}, batch {speed.batch}"
         claim.require_held()

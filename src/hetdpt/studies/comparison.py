@@ -32,6 +32,8 @@ class Speed:
     macs: int
     """Of one image."""
     params: int
+    ms: float | None = None
+    """Of one batch, when it was timed in turns with the others; None in what was written before that was kept."""
 
 
 @dataclass(frozen=True)
