@@ -38,7 +38,9 @@ def test_the_recipe_gives_the_same_bits_twice_with_any_number_of_threads(tmp_pat
         train_model(tmp_path / "one", _short(), progress=lambda _, done, total: told.append((done, total))),
         _with_threads(3 - min(threads, 2), tmp_path / "two"),
     ]
-    one, two = (torch.frombuffer((tmp_path / name / WEIGHTS).read_bytes(), dtype=torch.uint8) for name in ("one", "two"))
+    one, two = (
+        torch.frombuffer((tmp_path / name / WEIGHTS).read_bytes(), dtype=torch.uint8) for name in ("one", "two")
+    )
     assert torch.equal(one, two)
     assert accuracies[0] == accuracies[1] == hetdpt.evaluate(hetdpt.load(tmp_path / "one"), "demo").top1
     assert torch.get_num_threads() == threads
@@ -58,13 +60,17 @@ def test_a_saved_model_in_a_folder_of_that_name_is_not_passed_over_in_silence(
     assert len(hetdpt.sites(open_model(DEMO))) == 24  # a folder of anything else does not matter
     other = hetdpt.prune_(open_model(DEMO), hetdpt.Plan(attention=(0,)))
     hetdpt.save(other, tmp_path / DEMO, overwrite=True)
-    with pytest.raises(ModelError, match=r"demo is the model that comes with hetdpt, but .* write \./demo for that one"):
+    with pytest.raises(
+        ModelError, match=r"demo is the model that comes with hetdpt, but .* write \./demo for that one"
+    ):
         open_model(DEMO)
     assert len(hetdpt.sites(open_model(f"./{DEMO}"))) == 23
 
 
 def test_the_model_brings_its_own_sizes() -> None:
-    with pytest.raises(ModelError, match="demo is a saved model and brings its own weights and sizes; leave out img_size"):
+    with pytest.raises(
+        ModelError, match="demo is a saved model and brings its own weights and sizes; leave out img_size"
+    ):
         open_model(DEMO, img_size=32)
 
 

@@ -60,13 +60,13 @@ def demo_config(out: Path) -> RunConfig:
         model=DEMO,
         data=DEMO,
         out=out,
-        layers=12,
+        layers=11,  # as many as leave one attention layer to attention-only
         compare=("attention-only", "activation-only", "random"),
-        images=128,
-        rounds=(8, 8, 6),
-        collection=light.with_settings({"training.epochs": 1, "training.lr": 2e-4}),
-        search=light.with_settings({"training.epochs": 4, "training.lr": 1e-4, "training.schedule": "constant"}),
-        recovery=light.with_settings({"training.epochs": 10, "training.lr": 1e-3}),
+        images=64,
+        rounds=(9, 10, 4),
+        collection=light.with_settings({"training.epochs": 1, "training.lr": 1e-4, "per_class": 20}),
+        search=light.with_settings({"training.epochs": 3, "training.lr": 1e-4, "training.schedule": "constant"}),
+        recovery=light.with_settings({"training.epochs": 4, "training.lr": 5e-4}),
     )
 
 
@@ -75,9 +75,9 @@ def train_model(
 ) -> float:
     """Train the demo model from nothing, on the CPU, save it to ``directory`` and return its accuracy in percent.
 
-    It has not seen the training images on which a run measures samples of accuracy (``hold_out``), and is the model after
-    the last epoch: the validation images choose nothing. The same processor and version of torch
-    give the same bits; others add up in another order and so come to other weights, of about the same accuracy.
+    It has not seen the training images on which a run measures samples of accuracy (``hold_out``), and is the model
+    after the last epoch: the validation images choose nothing. The same processor and version of torch give the same
+    bits; others add up in another order and so come to other weights, of about the same accuracy.
     """
     config = config or demo_training()
     model, data, accuracy = _untrained(config.training.seed), open_data(DEMO), 0.0
@@ -102,7 +102,15 @@ def _threads(count: int) -> Iterator[None]:
 
 
 def _untrained(seed: int) -> nn.Module:
-    sizes = {"img_size": SIDE, "patch_size": 4, "embed_dim": 48, "depth": 12, "num_heads": 3, "mlp_ratio": 8, "weight_init": "jax"}
+    sizes = {
+        "img_size": SIDE,
+        "patch_size": 4,
+        "embed_dim": 48,
+        "depth": 12,
+        "num_heads": 3,
+        "mlp_ratio": 8,
+        "weight_init": "jax",
+    }
     with seeded(seed):
         model = build(Base("timm", "vit_tiny_patch16_224", {**sizes, "num_classes": 10}))
     half = (0.5, 0.5, 0.5)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from copy import deepcopy
@@ -162,6 +163,8 @@ def _keep(run: Run, epochs: Iterator[Epoch], merges: bool) -> Iterator[Epoch]:
         yield from epochs
         return
     with run.alone():
+        for scratch in run.directory.glob(".*"):  # which a kill has left half written
+            shutil.rmtree(scratch, ignore_errors=True)
         for epoch in epochs:
             run.metrics.write("epoch", **epoch.record())
             _save(epoch, run.directory, merges)

@@ -26,7 +26,8 @@ def status(
     found = read_status(run)
     if as_json:
         return print_json(directory=str(run), is_done=found.is_done, **asdict(found))
-    rows = table(escape(str(run)), "stage", "state", "time", "what it came to")
+    typer.echo(run)
+    rows = table("", "stage", "state", "time", "what it came to")
     rows.columns[1].justify = rows.columns[3].justify = "left"
     for stage in found.stages:
         time = "" if stage.seconds is None else duration(stage.seconds)
