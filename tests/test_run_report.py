@@ -220,7 +220,7 @@ def test_the_page_shows_what_was_found(full: Path) -> None:
         "cpu (Intel(R) Xeon(R), 2 threads), float32, batch 8", "360 validation images", "96.02 – 97.82",
         "lost 3 attention layers and 5 activations of 24 layers that can go", "5 FFNs became one linear layer each",
         "a polynomial through 20 samples, each after brief fine-tuning, measured on 287 training images", "Of degree 2",
-        "The best of 9 splits in 41 % of the bootstrap draws", "attention-only", "trained for 5 epochs",
+        "The best of 9 splits in 41 % of the draws of samples", "attention-only", "trained for 5 epochs",
         f"hetdpt run --config {full}/config.yaml", "torch 2.13.0", "the samples were measured on few images",
     ):  # fmt: skip
         assert words in text, words

@@ -127,11 +127,14 @@ def confidence(record: RunRecord) -> list[str]:
     chosen, tied = found.chosen, found.tied
     said = [f"{layers(found.budget.attention, found.budget.activation)} go."]
     if chosen is not None:
-        said.append(f"Predicted {percent(chosen.predicted)}, 95 % interval {interval(chosen.low, chosen.high)}.")
+        said.append(
+            f"Predicted {percent(chosen.predicted)} after a brief fine-tuning, as samples are, 95 % interval "
+            f"{interval(chosen.low, chosen.high)}."
+        )
     splits = counted(len(found.table), "split")
-    said.append(f"The best of {splits} in {percent(100 * found.share, 0)} of the bootstrap draws.")
+    said.append(f"The best of {splits} in {percent(100 * found.share, 0)} of the draws of samples.")
     if tied:
         names = ", ".join(short(row.budget) for row in tied[:NAMED])
         more = f" and {len(tied) - NAMED} more" if len(tied) > NAMED else ""
-        said.append(f"It cannot be told from {names}{more}.")
+        said.append(f"By the intervals of the polynomial it cannot be told from {names}{more}.")
     return said

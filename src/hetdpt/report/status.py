@@ -99,7 +99,7 @@ def _outcome(result: object) -> str:
             gone = {"attention": plan.attention, "activation": plan.activation}
             return ", ".join(f"{kind} {' '.join(map(str, blocks))}" for kind, blocks in gone.items() if blocks)
         case Recovery(epochs=epochs) if epochs:
-            after = f"{percent(epochs[-1].last)} after {epochs[-1].number} epochs"
+            after = f"{percent(epochs[-1].last)} after {counted(epochs[-1].number, 'epoch')}"
             return f"{percent(epochs[0].last)} before, {after}, best {percent(epochs[-1].best)}"
         case Merge(merged=merged):
             return f"{counted(merged, 'FFN')} merged"

@@ -26,6 +26,7 @@ from hetdpt.entropy import require_offered
 from hetdpt.errors import TrainError
 from hetdpt.measurement.machine import Machine
 from hetdpt.plan import KINDS, Budget, Kind, Plan
+from hetdpt.report.words import counted
 from hetdpt.runs.checkpoints import KEPT
 from hetdpt.selection.methods import Method, method_called
 from hetdpt.selection.select import kinds_of
@@ -400,5 +401,5 @@ def _checkpoints(training: Training) -> int:
 
 
 def _spell(training: Training) -> str:
-    epochs = f"{training.epochs} epoch{'s' if training.epochs > 1 else ''}"
-    return f"{epochs} of {training.updates // training.epochs} updates"
+    epochs, updates = counted(training.epochs, "epoch"), counted(training.updates // training.epochs, "update")
+    return f"{epochs} of {updates}"
