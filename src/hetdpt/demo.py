@@ -76,8 +76,8 @@ def train_model(
     """Train the demo model from nothing, on the CPU, save it to ``directory`` and return its accuracy in percent.
 
     It has not seen the training images on which a run measures samples of accuracy (``hold_out``), and is the model
-    after the last epoch. The settings were found while looking at the validation images, so their accuracy flatters it a
-    little. The same processor and version of torch give the same bits; others add up in another order and so come to
+    after the last epoch. The settings were found while looking at the validation images, so their accuracy flatters it
+    a little. The same processor and version of torch give the same bits; others add up in another order and so come to
     other weights, of about the same accuracy.
     """
     config = config or demo_training()

@@ -256,13 +256,15 @@ class Results:
 
 @dataclass(frozen=True)
 class Next:
-    """What to try where the goal was missed."""
+    """A budget to try where the goal was missed."""
 
     budget: Budget
 
 
 @dataclass(frozen=True)
 class Goal:
+    """What was wanted of a run, and whether it is met by what was measured."""
+
     wanted: dict[str, Any]
     is_met: bool
     text: str

@@ -13,29 +13,13 @@ from hetdpt.errors import FileError, PredictError, first_line
 from hetdpt.plan import Budget
 from hetdpt.predictor.allocate import Split, Wanted
 from hetdpt.predictor.allocate import allocate as split_budget
+from hetdpt.report.results import Goal, Next
 from hetdpt.runs.stages import SUMMARY, read_stages
 from hetdpt.stages.budget import predictor_of, prices_of
 from hetdpt.stages.task import Result, Task
 from hetdpt.studies.compare import GIVEN
 
 AGREES = 1.1  # times that two ways to tell a speedup may differ
-
-
-@dataclass(frozen=True)
-class Next:
-    """A budget to try where the goal was missed."""
-
-    budget: Budget
-
-
-@dataclass(frozen=True)
-class Goal:
-    """What was wanted of a run, and whether it is met by what was measured."""
-
-    wanted: dict[str, float]
-    is_met: bool
-    text: str
-    next: Next | None = None
 
 
 @dataclass(frozen=True)
