@@ -136,6 +136,7 @@ def _how(record: RunRecord) -> dict[str, Any]:
         "stages": [
             (stage.name, share(stage.seconds / whole), duration(stage.seconds) if stage.is_done else "not done")
             for stage in record.stages
+            if stage.is_done or not record.is_finished  # the page is written before its own stage is done
         ],
         "seconds": duration(record.seconds),
         "versions": {package: ", ".join(found) for package, found in record.versions.items()},

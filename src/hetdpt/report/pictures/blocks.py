@@ -66,8 +66,9 @@ def _layer(hint: str, box: tuple[float, float, float, float], can_go: bool, turn
     if not can_go or turn is None:
         return mark(hint, rectangle(*box, "kept" if can_go else "none", rx=5))
     middle = x + wide / 2, y + high / 2
-    count = text(middle[0] - 5, middle[1] + 5, str(turn.number), "turn", anchor="middle")
-    return mark(hint, rectangle(*box, "gone", rx=5), count, cross(middle[0] + 8, middle[1], "crossed", 3.2))
+    apart = 3 * (len(str(turn.number)) - 1)  # so that the cross does not lie on the second digit
+    count = text(middle[0] - 5 - apart, middle[1] + 5, str(turn.number), "turn", anchor="middle")
+    return mark(hint, rectangle(*box, "gone", rx=5), count, cross(middle[0] + 8 + apart, middle[1], "crossed", 3.2))
 
 
 def _hint(record: RunRecord, key: Key, site: Site | None, turns: dict[Key, Turn]) -> str:
