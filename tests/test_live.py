@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import pty
@@ -119,6 +120,13 @@ class Terminal:
                 self.end()
                 raise AssertionError(self.screen.text)
 
+    def interrupt(self) -> None:
+        """Press Ctrl-C, and again where the first one was lost between two steps of the interpreter."""
+        while self.process.poll() is None:
+            self.process.send_signal(signal.SIGINT)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(timeout=5)
+
     def end(self) -> tuple[int, str]:
         """Let it go on and read all there is; return the exit code and what was printed on stdout."""
         assert self.process.stdin
@@ -196,7 +204,7 @@ def test_a_run_that_is_stopped_leaves_a_whole_display(way: str) -> None:
     if way == "Ctrl-C":
         terminal.read_until(AT_WORK)
         time.sleep(0.5)  # not in the middle of a line
-        terminal.process.send_signal(signal.SIGINT)
+        terminal.interrupt()
     code, out = terminal.end()
     assert (code != 0, out) == (True, "")
     assert drawn(
