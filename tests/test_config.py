@@ -317,3 +317,13 @@ def test_what_is_written_is_what_is_read(made: RunConfig) -> None:
 def test_what_is_written_does_not_hang_on_the_defaults() -> None:
     far = RunConfig.resolve(recipe="cifar100", changes={**REQUIRED, "layers": 4, "keep": "ema"})
     assert read(far.to_yaml(), changes=None) == far != config()
+
+
+def test_demo_is_demo_beside_a_folder_of_that_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("demo", "mine"):
+        (tmp_path / name).mkdir()
+    found = RunConfig(model="demo", data="demo", out=Path("run"), layers=2).located()
+    assert (found.model, found.data, found.out) == ("demo", "demo", tmp_path / "run")
+    found = RunConfig(model="mine", data="mine", out=Path("run"), layers=2).located()
+    assert (found.model, found.data) == (str(tmp_path / "mine"), str(tmp_path / "mine"))

@@ -19,6 +19,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
+from hetdpt.data.sources import DEMO
 from hetdpt.errors import FileError, HetDPTError, PlanError, PredictError, TrainError, first_line
 from hetdpt.predictor.allocate import Wanted
 from hetdpt.predictor.prices import Amount, Price, read_amount
@@ -161,10 +162,10 @@ class RunConfig:
         """Return this config with whole paths, so that it means the same from any working directory."""
         paths = {name: value for name, value in vars(self).items() if isinstance(value, Path)}
         found: dict[str, Any] = {name: path.resolve() for name, path in paths.items()}
-        if Path(self.model).is_dir():
-            found["model"] = str(Path(self.model).resolve())
-        if self.data_root is None and Path(self.data).is_dir():
-            found["data"] = str(Path(self.data).resolve())
+        for name in ("model", "data") if self.data_root is None else ("model",):
+            folder = Path(getattr(self, name))
+            if str(folder) != DEMO and folder.is_dir():  # a folder called demo is not what that name means
+                found[name] = str(folder.resolve())
         return replace(self, **found)
 
     def with_numbers(self, dense: Price) -> RunConfig:

@@ -135,7 +135,7 @@ def estimate(
         **asdict(Machine.of(device)),
         **_memory(device),
         layers=forecast.layers,
-        is_guess=config.layers is None,
+        is_guess=config.layers is None and config.budget is None,
     )
 
 
@@ -157,7 +157,7 @@ class _Forecast:
         self.blocks, self.sites = known(base).survey.anatomy.blocks, removable(base)
         kinds = [site.kind for site in self.sites]
         self.offered = Budget(kinds.count("attention"), kinds.count("activation"))
-        self.layers = config.layers or max(len(kinds) // PART, 1)
+        self.layers = sum(config.budget or ()) or config.layers or max(len(kinds) // PART, 1)
         self.weights = sum(tensor.nbytes for tensor in model.state_dict().values())
         require_offered(self.sites, self._kinds(method_called(config.method)))
 
@@ -279,6 +279,8 @@ class _Forecast:
         """Return of which kind each layer is that goes; where a predictor splits the budget, it is cut in half."""
         if method.split != "map":
             return kinds_of(method, self.layers)
+        if self.config.budget is not None:
+            return kinds_of(method, Budget(*self.config.budget))
         attention = min(max(self.layers // 2, self.layers - self.offered.activation), self.offered.attention)
         return kinds_of(method, Budget(attention, self.layers - attention))
 
