@@ -25,6 +25,7 @@ from hetdpt.files import written
 from hetdpt.modules import clone, digest
 from hetdpt.plan import Budget, Plan
 from hetdpt.recovery import RecoverConfig, recover
+from hetdpt.runs.asked import flat
 from hetdpt.runs.run import Run
 from hetdpt.selection.importance import Picked
 from hetdpt.selection.select import SelectConfig, StageProgress, select
@@ -211,13 +212,10 @@ def _asked(
     student: nn.Module, teacher: nn.Module | None, data: Data, config: RecoverConfig, processes: int
 ) -> dict[str, Any]:
     """Return all that decides the outcome of a recovery, as plain JSON."""
-    settings = asdict(config)
-    for part in [part for part, value in settings.items() if isinstance(value, dict)]:
-        settings |= {f"{part}.{key}": value for key, value in settings.pop(part).items()}
     return {
         "student": digest(student),
         "teacher": digest(teacher) if teacher is not None else None,
         **data.facts,
         "processes": processes,
-        **settings,
+        **flat(asdict(config)),
     }

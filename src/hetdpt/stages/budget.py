@@ -73,7 +73,7 @@ def collect(task: Task) -> Result:
     """Return samples of accuracy after brief fine-tunings, measured on training images that are held out."""
     task.require_alone()
     config, found = task.config, list[Done]()
-    held, measured_on = _held_out(task.data)
+    held, measured_on = held_out(task.data)
     steps = collect_into(
         task.directory, task.model, held, config.collect_config, task.place, prices=prices_of(task.results["analyse"])
     )
@@ -84,7 +84,7 @@ def collect(task: Task) -> Result:
     return {"samples": [_sample(done) for done in found], "measured_on": measured_on}
 
 
-def _held_out(data: Data) -> tuple[Data, str]:
+def held_out(data: Data) -> tuple[Data, str]:
     """Return the data with images to measure samples on, and which those are; a stream has none to hold out."""
     if isinstance(data.train, Stream):
         return data, "the validation images, as none of a stream can be held out"

@@ -19,9 +19,7 @@ from torch import nn
 
 from hetdpt.collection.tree import DENSE, LETTERS, Node, tree_of
 from hetdpt.config import RunConfig
-from hetdpt.data.held_out import hold_out
 from hetdpt.data.sources import Data
-from hetdpt.data.streams import Stream
 from hetdpt.entropy import require_offered
 from hetdpt.errors import TrainError
 from hetdpt.measurement.machine import Machine
@@ -31,6 +29,7 @@ from hetdpt.runs.checkpoints import KEPT
 from hetdpt.selection.methods import Method, method_called
 from hetdpt.selection.select import kinds_of
 from hetdpt.stages import trial
+from hetdpt.stages.budget import held_out
 from hetdpt.stages.outcome import ROUNDS, TIMING_SECONDS
 from hetdpt.stages.trial import Training
 from hetdpt.studies import compare_work
@@ -327,7 +326,7 @@ class _Forecast:
 
     @cached_property
     def _held(self) -> Data:
-        return self.data if isinstance(self.data.train, Stream) else hold_out(self.data)
+        return held_out(self.data)[0]
 
     @property
     def _validation(self) -> int:
