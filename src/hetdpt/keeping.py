@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import asdict
@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from hetdpt.adapters.preprocessing import preprocessing_of
 from hetdpt.calibration import calibrate_
@@ -75,8 +75,8 @@ def recover_into(
     if run.summary is None:
         if plan is not None:
             with processes.main_process_first():  # the others load what it saved
-                images = partial(_images, opened, calibration, config.training.seed, workers)
-                student = _start(run, asked, student.to(processes.device), plan, images)
+                seed, student = config.training.seed, student.to(processes.device)
+                student = _start(run, asked, plan, partial(pruned, student, plan, opened, calibration, seed, workers))
         epochs = recover(
             student,
             teacher,
@@ -136,26 +136,27 @@ def select_into(
     return plan
 
 
-def _start(
-    run: Run, asked: dict[str, Any], student: nn.Module, plan: Plan, images: Callable[[nn.Module], Iterable[Tensor]]
-) -> nn.Module:
+def pruned(model: nn.Module, plan: Plan, data: Data, images: int, seed: int = 0, workers: int = 0) -> nn.Module:
+    """Return ``model``, changed in place: without the layers of ``plan``, replacements fitted on training ``images``."""
+    if not plan.fitted:
+        return prune_(model, plan)
+    if data.train is None:
+        raise PlanError("removal is calibrated on training images; open the data with the split train")
+    batches = ImageBatches(data.train, preprocessing_of(model), count=images, seed=seed, workers=workers)
+    return calibrate_(model, plan, batches)
+
+
+def _start(run: Run, asked: dict[str, Any], plan: Plan, prune: Callable[[], nn.Module]) -> nn.Module:
     """Return the student as its training begins: pruned, or calibrated once and then loaded."""
     if not plan.fitted:
-        return prune_(student, plan)
+        return prune()
     start = run.directory / START
     made_of = json.dumps({key: asked[key] for key in ("student", "plan", "calibration", "data", "training.seed")})
     note = start / "start.json"
     if not note.is_file() or note.read_text() != made_of:
         with run.alone():
-            calibrated = calibrate_(student, plan, images(student)).cpu()
-            save(calibrated, start, overwrite=True, notes={note.name: made_of})
+            save(prune().cpu(), start, overwrite=True, notes={note.name: made_of})
     return load(start)
-
-
-def _images(data: Data, count: int, seed: int, workers: int, model: nn.Module) -> Iterable[Tensor]:
-    if data.train is None:
-        raise PlanError("removal is calibrated on training images; open the data with the split train")
-    return ImageBatches(data.train, preprocessing_of(model), count=count, seed=seed, workers=workers)
 
 
 def _keep(run: Run, epochs: Iterator[Epoch], merges: bool) -> Iterator[Epoch]:

@@ -26,6 +26,7 @@ from hetdpt.fold import Layer, add, fold_norm, fold_pair, is_cheaper_folded, new
 from hetdpt.gates import Behind, Constant, Extras, Gate, Mapped, Pass, Removed, StreamGelu, Zero
 from hetdpt.modules import clone, require_takes
 from hetdpt.plan import Fit, Plan, Site
+from hetdpt.reductions import Tokens, Widths
 
 InputSize = tuple[int, int, int]
 Removal = str | tuple[str, str]
@@ -52,6 +53,10 @@ class Record:
     """Blocks whose attention was replaced by a constant that the bias before it has taken in."""
     gates: tuple[tuple[Site, str], ...] = ()
     """The sites that have gates, and the paths of these."""
+    widths: Widths | None = None
+    """The sizes of a model that was narrowed as well (:mod:`hetdpt.combine.width`)."""
+    tokens: Tokens | None = None
+    """How its blocks reduce tokens, if they do (:mod:`hetdpt.combine.tokens`)."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Record:
         return self  # nothing in it ever changes

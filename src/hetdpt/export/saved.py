@@ -22,12 +22,15 @@ from hetdpt.adapters.checkpoints import check_fit
 from hetdpt.adapters.models import Base, base_of, build, create, input_size_of, unfuse_
 from hetdpt.adapters.preprocessing import PREPROCESSING, Preprocessing, preprocessing_of
 from hetdpt.adapters.timm_hub import timm_config
+from hetdpt.combine.shapes import reshape_
+from hetdpt.combine.tokens import reduce_
 from hetdpt.errors import FileError, HetDPTError, ModelError
 from hetdpt.export.card import model_card
 from hetdpt.files import new_directory, read_sealed_json, sha256, write_sealed_json
 from hetdpt.measurement.agreement import relative_difference
 from hetdpt.modules import clone
 from hetdpt.plan import Plan
+from hetdpt.reductions import Tokens, Widths
 from hetdpt.surgery import gates_of, merge_blocks_, place_, record_of
 
 RECIPE, WEIGHTS, CARD, TIMM_CONFIG = "hetdpt.json", "model.safetensors", "README.md", "config.json"
@@ -48,6 +51,8 @@ class Recipe:
     preprocessing: Preprocessing | None = None
     """None where the model does not say what its images are to be."""
     folded_constants: tuple[int, ...] = ()
+    widths: Widths | None = None
+    tokens: Tokens | None = None
 
     @classmethod
     def of(cls, model: nn.Module, base: Base | None = None) -> Recipe:
@@ -66,6 +71,8 @@ class Recipe:
             dtype=dtype,
             preprocessing=wants,
             folded_constants=record.folded_constants,
+            widths=record.widths,
+            tokens=record.tokens,
         )
 
     @classmethod
@@ -80,6 +87,8 @@ class Recipe:
                 dtype=str(values["dtype"]),
                 preprocessing=Preprocessing.from_dict(wants) if (wants := values.get("preprocessing")) else None,
                 folded_constants=tuple(int(block) for block in values.get("folded_constants", ())),
+                widths=Widths.from_dict(sizes) if (sizes := values.get("widths")) else None,
+                tokens=Tokens.from_dict(tokens) if (tokens := values.get("tokens")) else None,
             )
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise FileError(f"{name} is no recipe of hetdpt.save: {error!r} is wrong or missing") from None
@@ -87,9 +96,13 @@ class Recipe:
     def build(self, is_empty: bool = True) -> nn.Module:
         """Return the pruned model; ``is_empty`` leaves its parameters without values."""
         model = build(self.base, is_empty=is_empty)
-        if len(self.plan):
+        if len(self.plan) or self.widths or self.tokens:
             place_(model, self.plan, self.input_size)
             merge_blocks_(model, self.merged, self.folded_norms, self.folded_constants)
+        if self.widths is not None:
+            reshape_(model, self.widths)
+        if self.tokens is not None:
+            reduce_(model, self.tokens)
         if self.preprocessing is not None:
             vars(model)[PREPROCESSING] = self.preprocessing
         return model

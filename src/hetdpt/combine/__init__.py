@@ -1,0 +1,1 @@
+"""Depth together with width (Torch-Pruning) and with tokens (ToMe, GTP)."""
