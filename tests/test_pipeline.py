@@ -29,13 +29,16 @@ from hetdpt.errors import FileError, PlanError
 from hetdpt.measurement.costs import Costs
 from hetdpt.pipeline import FLOW
 from hetdpt.plan import Plan
+from hetdpt.reductions import read_tokens
 from hetdpt.report.commands import further
 from hetdpt.runs.alone import alone, is_in_use
 from hetdpt.runs.stages import NOW, STAGES, StageRecord, begin, read_stages, stage_directory
 from hetdpt.stages.events import Event
 from hetdpt.stages.summary import Summary
+from hetdpt.surgery import known
 
 run = test_cli.run  # the fixture
+USUAL = tuple(name for name in STAGES if name not in ("balance", "narrow", "reduce"))
 SMALL = {"training.epochs": 1, "training.batch_size": 8, "training.lr": 5e-4, "per_class": 4}
 CHANGES = {f"{part}.{name}": value for part in ("collection", "search", "recovery") for name, value in SMALL.items()}
 
@@ -103,9 +106,9 @@ def results(directory: Path) -> dict[str, Any]:
 
 class TestAWholeRun:
     def test_all_stages_are_done_in_order(self, events: list[Event], done: Path) -> None:
-        assert kinds(events, "begin") == list(STAGES) == kinds(events, "done")
-        assert [record.name for record in read_stages(done) if record.is_done] == list(STAGES)
-        assert events[0] == Event("", "begin", ",".join(STAGES))
+        assert kinds(events, "begin") == list(USUAL) == kinds(events, "done")
+        assert [record.name for record in read_stages(done) if record.is_done] == list(USUAL)
+        assert events[0] == Event("", "begin", ",".join(USUAL))
         assert not list(done.rglob(NOW)), "what says how far a stage is goes when it is done"
 
     def test_the_saved_model_is_the_one_that_was_measured(self, done: Path) -> None:
@@ -131,7 +134,7 @@ class TestAWholeRun:
         before = {file: file.stat().st_mtime_ns for file in done.rglob("*") if file.is_file()}
         found: list[Event] = []
         hetdpt.run(asked(home), watch=found.append)
-        assert kinds(found, "skip") == list(STAGES)
+        assert kinds(found, "skip") == list(USUAL)
         assert not kinds(found, "begin")
         assert {file: file.stat().st_mtime_ns for file in before} == before
 
@@ -139,7 +142,7 @@ class TestAWholeRun:
         moved = copied(done, tmp_path)
         found: list[Event] = []
         hetdpt.run(asked(home, out=moved), watch=found.append)
-        assert kinds(found, "skip") == list(STAGES)
+        assert kinds(found, "skip") == list(USUAL)
 
     def test_samples_are_measured_on_training_images_that_are_held_out(self, done: Path) -> None:
         collected = StageRecord.read(stage_directory(done, "collect")).result
@@ -222,7 +225,7 @@ class TestWhatHasChanged:
     def test_until_before_redo(self, home: Path, done: Path) -> None:
         with pytest.raises(PlanError, match="--until select ends before --redo recover begins"):
             hetdpt.run(asked(home), redo="recover", until="select")
-        assert len(read_stages(done)) == len(STAGES)
+        assert len(read_stages(done)) == len(USUAL)
 
     def test_and_other_images(self, home: Path, done: Path) -> None:
         dense, demo = hetdpt.load(home / "dense"), open_data("demo")
@@ -241,8 +244,8 @@ class TestWhatHasChanged:
     def test_redo_does_a_stage_and_those_after_it(self, home: Path, done: Path, tmp_path: Path) -> None:
         copy, found = copied(done, tmp_path), list[Event]()
         summary = hetdpt.run(asked(home, out=copy, keep="best"), redo="merge", watch=found.append)
-        assert kinds(found, "skip") == list(STAGES[:6])
-        assert kinds(found, "begin") == list(STAGES[6:])
+        assert kinds(found, "skip") == list(USUAL[:6])
+        assert kinds(found, "begin") == list(USUAL[6:])
         recovered = StageRecord.read(stage_directory(copy, "recover")).result
         assert summary.pruned_accuracy == pytest.approx(recovered["best"])
         assert "keep: best" in (copy / "config.yaml").read_text()
@@ -250,7 +253,7 @@ class TestWhatHasChanged:
     def test_redo_loses_nothing_where_what_comes_before_is_refused(self, home: Path, done: Path) -> None:
         with pytest.raises(FileError, match="the stage analyse"):
             hetdpt.run(asked(home, removal="plain"), redo="merge")
-        assert len(read_stages(done)) == len(STAGES)
+        assert len(read_stages(done)) == len(USUAL)
 
     def test_no_such_stage(self, home: Path, done: Path) -> None:
         with pytest.raises(PlanError, match="this run has no stage colect; its stages are analyse, collect, "):
@@ -273,7 +276,7 @@ class TestOtherWays:
         config = asked(home, out=tmp_path / "run", method="random", rounds=None, compare=[])
         summary = hetdpt.run(config, watch=found.append)
         assert kinds(found, "done") == [
-            name for name in STAGES if name not in ("collect", "fit", "allocate", "compare")
+            name for name in USUAL if name not in ("collect", "fit", "allocate", "compare")
         ]
         assert sum(summary.budget.values()) == 2
 
@@ -360,6 +363,40 @@ class TestOtherWays:
         assert "attention-only is not compared: 4 layers go, and there are 3 that it could take" in summary.warnings
         assert "map+te is not compared: there are no samples to split its budget by" in summary.warnings
 
+    def test_width_goes_after_layers_until_the_goal_is_met(self, home: Path, tmp_path: Path) -> None:
+        dense, found = hetdpt.load(home / "dense"), list[Event]()
+        config = asked(home, out=tmp_path / "run", plus=True, layers=None, macs="60%", compare=[], depths=[0, 2])
+        summary = hetdpt.run(config, watch=found.append)
+        assert kinds(found, "done") == [name for name in STAGES if name not in ("allocate", "reduce", "compare")]
+        balance, narrowed = (StageRecord.read(stage_directory(config.out, n)).result for n in ("balance", "narrow"))
+        assert [sum(one[kind] for kind in ("attention", "activation")) for one in balance["candidates"]] == [0, 2]
+        assert summary.budget == balance["budget"]
+        assert narrowed["target"] == {"macs": pytest.approx(0.6 * summary.dense_macs)}
+        assert 0.58 * summary.dense_macs <= summary.macs == narrowed["macs"] <= 0.6 * summary.dense_macs
+        assert summary.ratios == narrowed["ratios"]
+        assert summary.goal.is_met
+        student = hetdpt.load(config.out / "model")
+        assert student.embed_dim < dense.embed_dim
+        assert hetdpt.evaluate(student, "demo").top1 == summary.pruned_accuracy
+
+    def test_width_alone_and_fewer_tokens(self, home: Path, tmp_path: Path) -> None:
+        changes = {"layers": 0, "rounds": None, "params": "70%", "tokens": "tome:2", "compare": []}
+        found: list[Event] = []
+        summary = hetdpt.run(asked(home, out=tmp_path / "run", plus=True, **changes), watch=found.append)
+        without = ("collect", "fit", "allocate", "balance", "compare")
+        assert kinds(found, "done") == [name for name in STAGES if name not in without]
+        assert summary.budget == {"attention": 0, "activation": 0}
+        assert 0.68 * summary.dense_params <= summary.params <= 0.7 * summary.dense_params
+        model = hetdpt.load(tmp_path / "run" / "model")
+        assert known(model).tokens == read_tokens("tome:2")
+        whole = hetdpt.restore_tokens_(hetdpt.load(tmp_path / "run" / "model"))
+        assert Costs.of(whole, (3, 16, 16)).macs > summary.macs == Costs.of(model, (3, 16, 16)).macs
+
+    def test_a_goal_that_layers_alone_meet_leaves_nothing_to_width(self, home: Path, done: Path) -> None:
+        config = asked(home, plus=True, layers=None, macs="99.9%", compare=[], depths=[2])
+        with pytest.raises(PlanError, match="2 layers alone come to the goal, .* leave out --plus"):
+            hetdpt.run(replace(config, out=done), redo="balance")
+
     def test_every_stage_of_the_flow_has_its_number(self) -> None:
         assert tuple(stage.name for stage in FLOW) == STAGES
 
@@ -379,14 +416,14 @@ class TestKills:
         "stages",
         [
             pytest.param(("collect", "select", "recover"), id="three"),
-            pytest.param(STAGES * 2, id="every stage, twice", marks=pytest.mark.slow),
+            pytest.param(USUAL * 2, id="every stage, twice", marks=pytest.mark.slow),
         ],
     )
     def test_a_run_that_is_killed_again_and_again_comes_to_the_same(
         self, home: Path, done: Path, tmp_path: Path, stages: tuple[str, ...]
     ) -> None:
         out, generator = tmp_path / "run", random.Random(0)
-        for stage in sorted(stages, key=STAGES.index):
+        for stage in sorted(stages, key=USUAL.index):
             process = subprocess.Popen(
                 command(home, out, "--checkpoint-minutes", "0"), stderr=subprocess.PIPE, stdout=subprocess.DEVNULL
             )
@@ -466,4 +503,4 @@ class TestAGroup:
         subprocess.run([*TORCHRUN, *one[1:]], check=True, capture_output=True, timeout=300)
         model, summary = hetdpt.load(out / "model"), Summary.read(out)
         assert hetdpt.evaluate(model, "demo").top1 == summary.pruned_accuracy
-        assert [record.name for record in read_stages(out)] == [name for name in STAGES if name != "compare"]
+        assert [record.name for record in read_stages(out)] == [name for name in USUAL if name != "compare"]

@@ -19,6 +19,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
+from hetdpt.combine.width import WidthConfig
 from hetdpt.data.sources import DEMO
 from hetdpt.errors import FileError, HetDPTError, PlanError, PredictError, TrainError, first_line
 from hetdpt.predictor.allocate import Wanted
@@ -27,6 +28,7 @@ from hetdpt.predictor.samples import CollectConfig
 from hetdpt.recipes import quick
 from hetdpt.recipes import recipe as recipe_called
 from hetdpt.recovery import RecoverConfig
+from hetdpt.reductions import read_tokens
 from hetdpt.runs.stages import STAGES
 from hetdpt.selection.methods import METHODS, method_called
 from hetdpt.selection.select import SelectConfig
@@ -95,6 +97,14 @@ class RunConfig:
     """Whether the search tries each candidate closed before one goes."""
     recovery: RecoverConfig = field(default_factory=lambda: quick().config)
     """The fine-tuning at the end."""
+    plus: bool = False
+    """HetDPT+: layers go first, and then as much width as the goal needs beyond them."""
+    width: WidthConfig = field(default_factory=WidthConfig)
+    """How width goes."""
+    depths: tuple[int, ...] | None = None
+    """Numbers of layers to try with width for the rest; None for 0, a sixth, a third and half of those that can go."""
+    tokens: str | None = None
+    """How tokens are reduced in the model at the end, such as ``tome:8``; see ``reductions.read_tokens``."""
     keep: Literal["last", "best", "ema"] = "last"
     """Which model of the fine-tuning is kept: ``best`` is chosen by the validation images that it is reported on."""
     onnx: bool = False
@@ -112,6 +122,7 @@ class RunConfig:
         self._settle()
         self._require_goal()
         self._require_methods()
+        self._require_width()
         self._require_numbers()
         _ = self.collect_config, self.select_config  # what they refuse is refused here
 
@@ -134,7 +145,12 @@ class RunConfig:
     @property
     def is_split(self) -> bool:
         """Whether the accuracy predictor splits the budget between the kinds of layers."""
-        return self.budget is None and method_called(self.method).split == "map"
+        return self.budget is None and self.layers != 0 and method_called(self.method).split == "map"
+
+    @property
+    def is_balanced(self) -> bool:
+        """Whether numbers of layers are tried to find what is left to width."""
+        return self.plus and self.is_split and self.layers is None
 
     @property
     def is_sampled(self) -> bool:
@@ -144,8 +160,15 @@ class RunConfig:
     @property
     def stages(self) -> tuple[str, ...]:
         """The names of the stages that the run has, in order."""
-        is_needed = {"collect": self.is_sampled, "fit": self.is_split, "allocate": self.is_split}
-        is_needed["compare"] = bool(self.compare)
+        is_needed = {
+            "collect": self.is_sampled,
+            "fit": self.is_split,
+            "allocate": self.is_split and not self.is_balanced,
+            "balance": self.is_balanced,
+            "narrow": self.plus,
+            "reduce": self.tokens is not None,
+            "compare": bool(self.compare),
+        }
         return tuple(name for name in STAGES if is_needed.get(name, True))
 
     @property
@@ -157,6 +180,11 @@ class RunConfig:
             )
         layers = sum(self.budget) if self.budget is not None else self.layers
         return Wanted(layers, speedup=self.speedup, **{n: amount.value for n, amount in self._amounts.items()})
+
+    @property
+    def target(self) -> dict[str, float]:
+        """What width has to meet, in numbers: the one goal that is no number of layers."""
+        return {name: value for name, value in self.wanted.conditions.items() if name != "layers"}
 
     def located(self) -> RunConfig:
         """Return this config with whole paths, so that it means the same from any working directory."""
@@ -241,8 +269,9 @@ class RunConfig:
                 "a run needs a goal: how many layers go (--layers 8), how much faster it is to be (--speedup 1.5), or "
                 "how much may be left (--macs 3G, --params 16M)"
             )
-        if self.layers is not None and self.layers < 1:
-            raise PlanError(f"at least 1 layer goes, not {self.layers}")
+        least = 0 if self.plus else 1
+        if self.layers is not None and self.layers < least:
+            raise PlanError(f"at least {least} layer{'s' * (not least)} go{'es' * least}, not {self.layers}")
         if self.speedup is not None and not self.speedup > 1:
             raise PlanError(f"a speedup is above 1, such as 1.2, not {self.speedup:g}")
         for name, amount in amounts.items():
@@ -275,6 +304,26 @@ class RunConfig:
             )
         if strays := [name for name in ("samples", "rounds") if getattr(self, name) is not None]:
             raise PlanError(f"the method {self.method} splits no budget, so there is no use for {' and '.join(strays)}")
+
+    def _require_width(self) -> None:
+        if self.tokens is not None:
+            read_tokens(self.tokens)
+        if not self.plus:
+            if self.depths is not None:
+                raise PlanError("depths are numbers of layers to try before width goes, but it does not; give --plus")
+            return
+        goals = [name for name in ("macs", "params", "speedup") if getattr(self, name) is not None]
+        if len(goals) != 1:
+            raise PlanError(
+                f"with --plus width goes until one goal is met: --macs, --params or --speedup; "
+                f"{' and '.join(goals) or 'none of them'} was given"
+            )
+        if self.compare:
+            raise PlanError("other methods remove layers alone, so they are not compared where width goes too (--plus)")
+        if self.depths is not None and not self.is_balanced:
+            raise PlanError("depths are numbers of layers to try, but how many go is given; leave one of them out")
+        if self.depths is not None and (not self.depths or min(self.depths) < 0):
+            raise PlanError(f"depths are {self.depths}; numbers of layers from 0 on were expected, such as 0,4,8")
 
     def _require_budget(self, budget: tuple[int, int]) -> None:
         if min(budget) < 0 or not sum(budget):
@@ -325,6 +374,7 @@ def _settings_of(name: str) -> dict[str, Any]:
     """Return what the recipe of that name says, by the names of settings."""
     row = recipe_called(name)
     parts = {"collection": asdict(row.collection), "search": asdict(row.search), "recovery": asdict(row.config)}
+    parts["width"] = asdict(WidthConfig())
     return _flat({**parts, "removal": row.removal, "candidates": row.candidates, "explores": row.explores})
 
 

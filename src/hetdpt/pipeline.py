@@ -17,25 +17,30 @@ from hetdpt.randomness import seeded
 from hetdpt.runs.stages import STAGES, Asked, held, is_as_before
 from hetdpt.stages.budget import allocate, analyse, collect, fit
 from hetdpt.stages.events import Event
-from hetdpt.stages.layers import merge, recover, select
+from hetdpt.stages.layers import merge, recover, reduce, select
 from hetdpt.stages.outcome import compare, measure, report, save
 from hetdpt.stages.summary import Summary
 from hetdpt.stages.task import DATA, MODEL, SAMPLES, Stage, Task, do, identities
+from hetdpt.stages.width import balance, narrow
 from hetdpt.surgery import survey_of
 from hetdpt.training.processes import Accelerator, start
 
 HOW = ("removal", "images")
+GOALS = ("speedup", "macs", "params")
 SEARCH = ("method", *HOW, "search", "candidates", "explores")
 FLOW = (
     Stage(analyse, ("removal", "batch", "device"), (MODEL, DATA), by_all=True),
     Stage(collect, (*HOW, "rounds", "collection"), (MODEL, DATA)),
     Stage(fit, (), (MODEL, "collect", SAMPLES)),
-    Stage(allocate, ("layers", "speedup", "macs", "params"), ("analyse", "fit")),
-    Stage(select, (*SEARCH, "layers", "budget"), (MODEL, DATA, "allocate"), by_all=True),
-    Stage(recover, ("images", "recovery"), (MODEL, DATA, "select"), by_all=True),
+    Stage(allocate, ("layers", *GOALS, "plus"), ("analyse", "fit")),
+    Stage(balance, (*HOW, *GOALS, "width", "depths", "collection"), (MODEL, DATA, "analyse", "fit")),
+    Stage(select, (*SEARCH, "layers", "budget"), (MODEL, DATA, "allocate", "balance"), by_all=True),
+    Stage(narrow, ("images", *GOALS, "width"), (MODEL, DATA, "analyse", "select")),
+    Stage(recover, ("images", "recovery"), (MODEL, DATA, "select", "narrow"), by_all=True),
     Stage(merge, ("keep",), ("recover",)),
-    Stage(measure, ("batch", "device"), (MODEL, DATA, "merge"), by_all=True),
-    Stage(save, ("onnx",), ("merge",)),
+    Stage(reduce, ("tokens",), ("merge",)),
+    Stage(measure, ("batch", "device"), (MODEL, DATA, "merge", "reduce"), by_all=True),
+    Stage(save, ("onnx",), ("merge", "reduce")),
     Stage(compare, ("compare", *SEARCH, "recovery"), (MODEL, DATA, "select")),
     Stage(report, (), STAGES[:-1], is_derived=True),
 )

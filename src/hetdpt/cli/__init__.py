@@ -24,6 +24,7 @@ from hetdpt.cli import (
     scan,
     select,
     status,
+    tokens,
     training,
 )
 from hetdpt.errors import HetDPTError
@@ -47,6 +48,7 @@ COMMANDS: tuple[Callable[..., None], ...] = (
     observe.observe,
     collect.collect,
     oneshot.oneshot,
+    tokens.tokens,
     predict.predict,
     compare.compare,
     select.select,

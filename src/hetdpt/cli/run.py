@@ -26,6 +26,7 @@ from hetdpt.cli.options import (
     Seed,
     Weights,
     Workers,
+    read_counts,
     read_removal,
     read_rounds,
     read_settings,
@@ -50,7 +51,7 @@ EVERYWHERE = {  # options that hold for each of them
 }
 FIELDS = (
     "model", "data", "out", "weights", "num_classes", "img_size", "data_root", "layers", "speedup", "macs", "params",
-    "method", "samples", "images", "candidates", "keep", "device", "batch", "minutes",
+    "method", "samples", "images", "candidates", "keep", "tokens", "device", "batch", "minutes",
 )  # fmt: skip
 """Options that are fields of the configuration, by their own names."""
 
@@ -103,6 +104,17 @@ def run(
     per_class: PerClass = None,
     precision: Precision = None,
     seed: Seed = None,
+    plus: Annotated[
+        bool,
+        typer.Option("--plus", help="HetDPT+: after layers, width goes until --macs, --params or --speedup is met."),
+    ] = False,
+    depths: Annotated[str | None, typer.Option(help="Numbers of layers to try with --plus, such as 0,4,8.")] = None,
+    round_to: Annotated[
+        int | None, typer.Option(min=1, help="With --plus, sizes are multiples of this, such as 8.")
+    ] = None,
+    tokens: Annotated[
+        str | None, typer.Option(help="Reduce tokens of the model at the end, such as tome:8 or gtp:8.")
+    ] = None,
     onnx: Annotated[bool, typer.Option("--onnx", help="Write the model as ONNX too.")] = False,
     weights: Weights = None,
     pretrained: Pretrained = False,
@@ -132,7 +144,7 @@ def run(
 def _changes(given: dict[str, Any], file: Path | None) -> dict[str, Any]:
     """Return what the options say, by the names of settings."""
     changes = {name: given[name] for name in FIELDS if name in given}
-    changes |= {name: True for name in ("pretrained", "download", "onnx") if given.get(name)}
+    changes |= {name: True for name in ("pretrained", "download", "onnx", "plus") if given.get(name)}
     for name, setting in EVERYWHERE.items():
         if name in given:
             changes |= {f"{training}.{setting}": given[name] for training in TRAININGS}
@@ -140,6 +152,10 @@ def _changes(given: dict[str, Any], file: Path | None) -> dict[str, Any]:
         changes["recovery.training.epochs"] = given["epochs"]
     if "compare" in given:
         changes["compare"] = [name.strip() for name in given["compare"].split(",") if name.strip()]
+    if "depths" in given:
+        changes["depths"] = list(read_counts(given["depths"]))
+    if "round_to" in given:
+        changes["width.round_to"] = given["round_to"]
     if "rounds" in given:
         changes["rounds"] = list(read_rounds(given["rounds"]))
     if "removal" in given:

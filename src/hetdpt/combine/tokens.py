@@ -7,6 +7,6 @@ from torch import nn
 from hetdpt.reductions import Tokens
 
 
-def reduce_(model: nn.Module, tokens: Tokens) -> nn.Module:
+def reduce_tokens_(model: nn.Module, tokens: Tokens) -> nn.Module:
     """Let the blocks of ``model`` that have attention hand on fewer tokens than they are given."""
     raise NotImplementedError

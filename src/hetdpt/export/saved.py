@@ -23,7 +23,7 @@ from hetdpt.adapters.models import Base, base_of, build, create, input_size_of, 
 from hetdpt.adapters.preprocessing import PREPROCESSING, Preprocessing, preprocessing_of
 from hetdpt.adapters.timm_hub import timm_config
 from hetdpt.combine.shapes import reshape_
-from hetdpt.combine.tokens import reduce_
+from hetdpt.combine.tokens import reduce_tokens_
 from hetdpt.errors import FileError, HetDPTError, ModelError
 from hetdpt.export.card import model_card
 from hetdpt.files import new_directory, read_sealed_json, sha256, write_sealed_json
@@ -102,7 +102,7 @@ class Recipe:
         if self.widths is not None:
             reshape_(model, self.widths)
         if self.tokens is not None:
-            reduce_(model, self.tokens)
+            reduce_tokens_(model, self.tokens)
         if self.preprocessing is not None:
             vars(model)[PREPROCESSING] = self.preprocessing
         return model

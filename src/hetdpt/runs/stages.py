@@ -32,7 +32,8 @@ from hetdpt.runs.alone import alone
 from hetdpt.runs.asked import first_difference, read_json
 
 STAGES = (
-    "analyse", "collect", "fit", "allocate", "select", "recover", "merge", "measure", "save", "compare", "report",
+    "analyse", "collect", "fit", "allocate", "balance", "select", "narrow", "recover", "merge", "reduce", "measure",
+    "save", "compare", "report",
 )  # fmt: skip
 CONFIG, FLOW, SUMMARY = "config.yaml", "flow.json", "summary.json"
 STAGE, NOW, WORK = "stage.json", "now.json", "work"

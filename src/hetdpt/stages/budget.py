@@ -60,6 +60,8 @@ def _require_reach(config: RunConfig, prices: Prices) -> None:
     layers, left = offered.attention + offered.activation, prices.of(offered)
     if wanted.layers is not None and wanted.layers > layers:
         raise PlanError(f"{wanted.layers} layers are to go, but this model has {layers} that can; ask for fewer")
+    if config.plus:
+        return
     best = {"speedup": prices.speedup(offered) or inf, "macs": left.macs, "params": left.params}
     for name, value in wanted.conditions.items():
         if name in best and (value > best[name] if name == "speedup" else value < best[name]):
@@ -132,6 +134,8 @@ def allocate(task: Task) -> Result:
     config, predictor = task.config, predictor_of(task)
     prices = prices_of(task.results["analyse"])
     wanted: dict[str, Any] = config.with_numbers(prices.dense).wanted.conditions
+    if config.plus:
+        wanted = {"layers": config.layers}  # the rest of the goal is for width to meet
     allocation = split_budget(predictor, prices=prices, **wanted)
     best = allocation.best
     task.note(f"{best} go: predicted {best.accuracy:.2f} %, wins {100 * best.share:.0f} % of bootstrap draws")

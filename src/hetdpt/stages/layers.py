@@ -6,11 +6,13 @@ import json
 from copy import deepcopy
 from dataclasses import asdict, replace
 
+from hetdpt.combine.tokens import reduce_tokens_
 from hetdpt.export.saved import load, save
 from hetdpt.keeping import recover_into, select_into
 from hetdpt.measurement.agreement import relative_difference
 from hetdpt.modules import clone
 from hetdpt.plan import Budget, Plan
+from hetdpt.reductions import read_tokens
 from hetdpt.runs.metrics import METRICS, Metrics
 from hetdpt.runs.run import SUMMARY
 from hetdpt.selection.importance import Picked
@@ -18,13 +20,15 @@ from hetdpt.stages.task import Result, Task
 from hetdpt.surgery import known, merge_
 from hetdpt.training.trainer import Epoch
 
-PLAN_FILE, MERGED = "plan.json", "model"
+PLAN_FILE, NARROWED, MERGED, REDUCED = "plan.json", "model", "model", "model"
 
 
 def select(task: Task) -> Result:
     """Return the plan: which layers of the budget go, and by what scores."""
     config, picks = task.config, list[Picked]()
     budget = _budget(task)
+    if budget in (0, Budget(0, 0)):  # all of the goal is for width to meet
+        return {"method": config.method, "plan": asdict(Plan(removal=config.removal)), "picks": []}
 
     def watch(pick: Picked) -> None:
         picks.append(pick)
@@ -54,7 +58,9 @@ def _budget(task: Task) -> Budget | int:
     config = task.config
     if config.budget is not None:
         return Budget(*config.budget)
-    return Budget(**task.results["allocate"]["budget"]) if config.is_split else config.layers or 0
+    if not config.is_split:
+        return config.layers or 0
+    return Budget(**task.results["balance" if config.is_balanced else "allocate"]["budget"])
 
 
 def plan_of(task: Task) -> Plan:
@@ -66,11 +72,11 @@ def recover(task: Task) -> Result:
     config, updates = task.config, task.part("fine-tuning")
     epochs = recover_into(
         task.directory,
-        deepcopy(task.model),
+        load(task.work_of("narrow") / NARROWED) if config.plus else deepcopy(task.model),
         task.model,
         task.data,
         config.recovery,
-        plan=plan_of(task),
+        plan=None if config.plus else plan_of(task),
         calibration=config.images,
         merges=False,
         device=config.device,
@@ -100,3 +106,12 @@ def merge(task: Task) -> Result:
     save(deepcopy(merged).cpu(), task.directory / MERGED, overwrite=True)
     plan = replace(record.plan, fits=())
     return {"merged": len(record.merged), "difference": difference, "plan": asdict(plan)}
+
+
+def reduce(task: Task) -> Result:
+    """Return how many tokens the blocks of the merged model hand on from now on."""
+    assert task.config.tokens is not None
+    tokens = read_tokens(task.config.tokens)
+    model = reduce_tokens_(load(task.work_of("merge") / MERGED), tokens)
+    save(model, task.directory / REDUCED, overwrite=True)
+    return asdict(tokens)

@@ -20,7 +20,7 @@ from hetdpt.report.write import write_reports
 from hetdpt.runs.stages import SUMMARY
 from hetdpt.selection.methods import method_called
 from hetdpt.stages.budget import samples_of
-from hetdpt.stages.layers import MERGED, plan_of
+from hetdpt.stages.layers import MERGED, REDUCED, plan_of
 from hetdpt.stages.summary import summarise
 from hetdpt.stages.task import Result, Task
 from hetdpt.studies.compare import GIVEN, CompareConfig, compare_into
@@ -34,7 +34,7 @@ ROUNDS, TIMING_SECONDS = 500, 10.0  # whichever is over first
 
 def measure(task: Task) -> Result:
     """Return accuracy, costs and speed of the dense and the pruned model, speeds of interleaved runs."""
-    config, dense, pruned = task.config, task.model, merged_model(task)
+    config, dense, pruned = task.config, task.model, final_model(task)
     scores = evaluate(pruned, task.data, workers=config.workers, progress=task.part("evaluating the pruned model"))
     task.note(f"pruned: {scores.top1:.2f} % of {scores.count} images", best=scores.top1)
     models = {"dense": dense, "pruned": pruned}
@@ -60,14 +60,16 @@ def measure(task: Task) -> Result:
     }
 
 
-def merged_model(task: Task) -> nn.Module:
-    """Return the pruned and merged model, on the device of the dense one."""
-    return load(task.work_of("merge") / MERGED).to(next(task.model.parameters()).device)
+def final_model(task: Task) -> nn.Module:
+    """Return the pruned and merged model, its tokens reduced where that was asked for, on the device of the dense one."""
+    is_reduced = task.config.tokens is not None
+    folder = task.work_of("reduce") / REDUCED if is_reduced else task.work_of("merge") / MERGED
+    return load(folder).to(next(task.model.parameters()).device)
 
 
 def save(task: Task) -> Result:
     """Return where the model is that the user ships."""
-    model, out = merged_model(task).cpu(), task.config.out
+    model, out = final_model(task).cpu(), task.config.out
     save_model(model, out / SAVED, overwrite=True)
     found: Result = {"model": SAVED, "onnx": None, "onnx_difference": None}
     if task.config.onnx:

@@ -42,6 +42,10 @@ class Summary:
     dense_ms: float
     plan: dict[str, Any]
     budget: dict[str, int]
+    ratios: dict[str, float] | None
+    """Which part of each size went, where width went too."""
+    tokens: str | None
+    """How tokens are reduced, if they are."""
     method: str
     device: str
     processor: str
@@ -94,6 +98,8 @@ def summarise(task: Task) -> Summary:
         dense_ms=dense["ms"],
         plan=plan,
         budget={kind: len(plan[kind]) for kind in ("attention", "activation")},
+        ratios=results.get("narrow", {}).get("ratios"),
+        tokens=config.tokens,
         method=config.method,
         **{name: measured[name] for name in ("device", "processor", "threads", "dtype", "batch")},
         images=pruned["accuracy"]["count"],
@@ -119,7 +125,7 @@ def _goal(task: Task) -> Goal:
     if not missed:
         return Goal(wanted.conditions, True, f"{wanted}: met")
     text = " and ".join(_shortfall(name, wanted.conditions[name], reached[name]) for name in missed)
-    further = _next(task, wanted, reached) if task.config.is_split else None
+    further = _next(task, wanted, reached) if "allocate" in task.results and not task.config.plus else None
     hint = f"; next: {further.budget.attention} attention + {further.budget.activation} activation" if further else ""
     return Goal(wanted.conditions, False, f"{text}{hint or '; no further budget is in reach'}", further)
 

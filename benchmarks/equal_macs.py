@@ -1,0 +1,93 @@
+"""Layers, width, or both: three runs that end at the same MACs after the same fine-tuning, timed in turns.
+
+    python benchmarks/equal_macs.py MODEL --data FOLDER --macs 84% --out DIRECTORY [--weights FILE] [--samples CSV]
+                                    [--depths 0,2,4] [--set recovery.training.epochs=2 ...]
+
+A run is a directory of its own in DIRECTORY, and goes on after a kill. What they come to is in equal_macs.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import hetdpt
+from hetdpt.cli.options import read_counts, read_settings
+from hetdpt.measurement.machine import Machine
+from hetdpt.stages.summary import Summary
+
+WAYS: dict[str, dict[str, Any]] = {
+    "depth": {},
+    "width": {"plus": True, "layers": 0, "samples": None},
+    "depth + width": {"plus": True},
+}
+
+
+def runs(options: argparse.Namespace) -> dict[str, Summary]:
+    """Return what each way came to."""
+    given = {
+        "model": options.model, "data": options.data, "weights": options.weights, "macs": options.macs,
+        "samples": options.samples, "batch": options.batch,
+    }  # fmt: skip
+    found = {}
+    for way, changes in WAYS.items():
+        folder = options.out / way.replace(" + ", "-and-")
+        depths = {"depths": read_counts(options.depths)} if way == "depth + width" and options.depths else {}
+        settings = {**given, **read_settings(options.set), "out": folder, **changes, **depths}
+        config = hetdpt.RunConfig.resolve(
+            changes={name: value for name, value in settings.items() if value is not None}
+        )
+        print(f"{way}: {folder}", flush=True)
+        summary = hetdpt.run(replace(config, compare=()), watch=lambda event: print(event.text, flush=True)
+                             if event.kind == "note" else None)  # fmt: skip
+        assert summary is not None
+        found[way] = summary
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("--data", required=True)
+    parser.add_argument("--macs", required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--weights")
+    parser.add_argument("--samples")
+    parser.add_argument("--depths")
+    parser.add_argument("--batch", type=int)
+    parser.add_argument("--set", action="append")
+    options = parser.parse_args()
+    found = runs(options)
+    models = {"dense": hetdpt.create(options.model, weights=options.weights).eval()}
+    models |= {way: hetdpt.load(options.out / way.replace(" + ", "-and-") / "model") for way in found}
+    speed = hetdpt.measure_throughput(models, batch=options.batch)
+    rows = [
+        {
+            "way": way,
+            **{
+                name: getattr(one, name) for name in ("pruned_accuracy", "images", "macs", "params", "budget", "ratios")
+            },
+            "speedup": asdict(speed.speedup[way]),
+        }
+        for way, one in found.items()
+    ]
+    first, device = next(iter(found.values())), next(models["dense"].parameters()).device
+    values = {
+        "command": shlex.join(["python", *sys.argv]),
+        **asdict(Machine.of(device)),
+        "dtype": first.dtype,
+        "batch": first.batch,
+        "dense": {"accuracy": first.dense_accuracy, "macs": first.dense_macs, "params": first.dense_params},
+        "rows": rows,
+    }
+    (options.out / "equal_macs.json").write_text(json.dumps(values, indent=1))
+    print(json.dumps(values, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,100 @@
+"""Where the layers of multi-head attention are, and which attributes hold its sizes, as a table of classes.
+
+Finding a site needs no such table; making attention narrower does, because its ``forward`` reads these attributes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from hetdpt.errors import ModelError
+
+
+@dataclass(frozen=True)
+class Names:
+    """What one class of attention calls its parts; q, k and v may be one layer."""
+
+    queries: str
+    keys: str
+    values: str
+    out: str
+    heads: str
+    head_dim: str
+    scale: str
+    width: str | None = None
+    """heads * head_dim, where the class keeps it."""
+    norms: tuple[str, ...] = ()
+    """Of the queries and of the keys, each over the dimensions of one head."""
+    foreign: tuple[str, ...] = ()
+    """Parts that most models leave out and that tie dimensions together in ways that are not known here."""
+
+
+_TIMM = Names(
+    *("qkv", "qkv", "qkv", "proj"),
+    *("num_heads", "head_dim", "scale", "attn_dim"),
+    norms=("q_norm", "k_norm"),
+    foreign=("norm", "gate"),
+)
+_VIT = Names(*("q_proj", "k_proj", "v_proj", "o_proj"), *("num_attention_heads", "head_dim", "scaling"))
+_CLIP = Names(*("q_proj", "k_proj", "v_proj", "out_proj"), *("num_heads", "head_dim", "scale"))
+NAMES = {
+    "timm.layers.attention.Attention": _TIMM,
+    "timm.models.vision_transformer.Attention": _TIMM,  # where it was before
+    "transformers.models.vit.modeling_vit.ViTAttention": _VIT,
+    "transformers.models.deit.modeling_deit.DeiTAttention": _VIT,
+    "transformers.models.dinov2.modeling_dinov2.Dinov2Attention": _VIT,
+    "transformers.models.dinov2_with_registers.modeling_dinov2_with_registers.Dinov2WithRegistersAttention": _VIT,
+    "transformers.models.clip.modeling_clip.CLIPAttention": _CLIP,
+    "transformers.models.siglip.modeling_siglip.SiglipAttention": _CLIP,
+}
+
+
+@dataclass(frozen=True)
+class Attention:
+    """One multi-head attention: its sizes, and where they are kept."""
+
+    path: str
+    heads: int
+    head_dim: int
+    queries: tuple[str, int]
+    """The layer that makes them, and the first of its rows that does; head after head."""
+    keys: tuple[str, int]
+    values: tuple[str, int]
+    out: str
+    norms: tuple[str, ...]
+    """Paths of the norms of queries and keys that do anything."""
+    names: Names
+
+    @property
+    def width(self) -> int:
+        """What ``out`` takes."""
+        return self.heads * self.head_dim
+
+    def attributes(self, heads: int, head_dim: int) -> dict[str, float]:
+        """Return the attributes that the module has once its sizes are these."""
+        names = self.names
+        found: dict[str, float] = {names.heads: heads, names.head_dim: head_dim, names.scale: head_dim**-0.5}
+        return found | ({names.width: heads * head_dim} if names.width else {})
+
+
+def attention_at(model: nn.Module, path: str) -> Attention:
+    """Return where the layers of the attention at ``path`` are; ``ModelError`` if its class is none of ``NAMES``."""
+    module = model.get_submodule(path)
+    names = NAMES.get(f"{type(module).__module__}.{type(module).__name__}")
+    if names is None:
+        raise ModelError(
+            f"{path} is {type(module).__name__}, whose heads cannot be made narrower here; the models that can be are "
+            "ViT, DeiT and DINOv2 of timm and HuggingFace, and the vision towers of CLIP and SigLIP"
+        )
+    parts = dict(module.named_children())
+    if extra := [name for name in names.foreign if not isinstance(parts.get(name), nn.Identity | None)]:
+        raise ModelError(f"{path} has a {extra[0]} of its own, which no narrower one is known for; leave its width")
+    layers = [(f"{path}.{name}", parts[name]) for name in (names.queries, names.keys, names.values)]
+    is_one = names.queries == names.keys
+    rows = layers[0][1].weight.shape[0] // (3 if is_one else 1)  # type: ignore[index, operator]
+    queries, keys, values = ((layer, number * rows if is_one else 0) for number, (layer, _) in enumerate(layers))
+    heads = int(vars(module)[names.heads])
+    norms = tuple(f"{path}.{name}" for name in names.norms if not isinstance(parts.get(name), nn.Identity | None))
+    return Attention(path, heads, rows // heads, queries, keys, values, f"{path}.{names.out}", norms, names)

@@ -1,0 +1,196 @@
+"""The command tokens: fewer tokens in the blocks of a model, and what that gains and costs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from hetdpt.cli.options import (
+    Batch,
+    Classes,
+    DataRoot,
+    Device,
+    Download,
+    Fraction,
+    ImgSize,
+    Json,
+    Model,
+    Overwrite,
+    PerClass,
+    Pretrained,
+    Quiet,
+    Runs,
+    Weights,
+    Workers,
+    read_numbers,
+    workers_of,
+)
+from hetdpt.cli.show import note_random_weights, print_, print_json, stages, table
+from hetdpt.errors import MeasureError, ModelError
+from hetdpt.report.tokens import name_of
+from hetdpt.report.words import amount
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from hetdpt.collection.work import Workplace
+    from hetdpt.data.sources import Data
+    from hetdpt.studies.tokens import Done, TokensConfig
+
+
+def tokens(
+    model: Model,
+    r: Annotated[str, typer.Option("--r", help="Tokens that go in each block with attention; 0,4,8 tries several.")],
+    method: Annotated[str, typer.Option(help="tome merges tokens that are alike, gtp drops and hands on.")] = "tome",
+    schedule: Annotated[str, typer.Option(help="constant, or decreasing: more in the first blocks.")] = "constant",
+    beside: Annotated[
+        list[str] | None, typer.Option(help="A saved model to do the same with, such as a pruned one; may be repeated.")
+    ] = None,
+    data: Annotated[str | None, typer.Option(help="Labelled images, as for hetdpt eval; without, no accuracy.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="One --r: where the model is saved. Several, or --beside: a run directory.")
+    ] = None,
+    weights: Weights = None,
+    pretrained: Pretrained = False,
+    num_classes: Classes = None,
+    img_size: ImgSize = None,
+    data_root: DataRoot = None,
+    download: Download = False,
+    fraction: Fraction = None,
+    per_class: PerClass = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="Images per forward pass where accuracy is measured.")] = 64,
+    batch: Batch = None,
+    runs: Runs = 100,
+    seconds: Annotated[float, typer.Option(min=0, help="Time after which there are no more rounds.")] = 60.0,
+    workers: Workers = None,
+    device: Device = None,
+    overwrite: Overwrite = False,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Reduce the tokens of a model, without training: what is left of its costs, its speed and its accuracy."""
+    from hetdpt.collection.work import Workplace
+    from hetdpt.combine.tokens import reduce_tokens_
+    from hetdpt.data.sources import open_data
+    from hetdpt.export.saved import RECIPE, save
+    from hetdpt.files import require_new
+    from hetdpt.studies.tokens import FIGURE, RESULTS, TABLE, TokensConfig, measure_tokens
+
+    numbers = read_numbers("--r", "how many tokens go, such as 8 or 0,4,8", r)
+    is_study = len(numbers) > 1 or bool(beside)
+    _require_sense(is_study, numbers, data, out, overwrite)
+    config = TokensConfig(
+        r=numbers,
+        method=method,
+        schedule=schedule,
+        fraction=fraction,
+        per_class=per_class,
+        batch_size=batch_size,
+        batch=batch,
+        runs=runs,
+        seconds=seconds,
+    )
+    if out is not None and not is_study:
+        require_new(out, overwrite, RECIPE)
+    opened = open_data(data, splits=("val",), root=data_root, download=download) if data else None
+    options = {"weights": weights, "pretrained": pretrained, "num_classes": num_classes, "img_size": img_size}
+    models = _open(model, beside or [], options)
+    with stages(quiet or as_json) as (move, say):
+        place = Workplace(device=device, workers=workers_of(workers), progress=move)
+        if is_study:
+            assert out is not None
+            assert opened is not None
+            points = _study(out, models, opened, config, place, None if as_json else say)
+        else:
+            points = [row.to_dict() for row in measure_tokens(models, opened, config, place)]
+    if out is not None and not is_study:
+        save(reduce_tokens_(models[model], config.tokens(numbers[0])).cpu(), out, overwrite=overwrite)
+    if as_json:
+        return print_json(directory=str(out) if out else None, points=points)
+    _print(points)
+    note_random_weights(model, weights, pretrained)
+    if is_study:
+        typer.echo(f"written to {out}: {RESULTS}, {TABLE}, {FIGURE}")
+    elif out is not None:
+        typer.echo(f"saved to {out}; load it with hetdpt.load({str(out)!r})")
+
+
+def _require_sense(
+    is_study: bool, numbers: tuple[int, ...], data: str | None, out: Path | None, overwrite: bool
+) -> None:
+    """Refuse what cannot be meant: a study needs images and a directory, one number has to take tokens away."""
+    if is_study and (data is None or out is None):
+        missing = "--data" if data is None else "--out"
+        raise MeasureError(
+            "several --r, or a model --beside, make a study that sets accuracy against speed in a run directory; "
+            f"give {missing}, or one --r alone"
+        )
+    if is_study and overwrite:
+        raise MeasureError("a study goes on with what is in --out and replaces nothing; leave --overwrite out")
+    if not is_study and numbers == (0,):
+        raise MeasureError("--r 0 takes no token away; give 1 or more, or several numbers such as 0,4,8")
+
+
+def _open(model: str, beside: list[str], options: dict[str, Any]) -> dict[str, nn.Module]:
+    """Return the models by name; those beside the first bring their own weights."""
+    from hetdpt.export.saved import open_model, saved_directory
+    from hetdpt.randomness import seeded
+
+    for name in beside:
+        if saved_directory(name) is None:
+            raise ModelError(
+                f"--beside takes a directory that hetdpt has saved, or demo, but {name} is neither; give it as the "
+                "first model, with --weights, or save it first"
+            )
+    if len({model, *beside}) < 1 + len(beside):
+        raise ModelError(f"{model} and {', '.join(beside)} were given, but each model can be compared but once")
+    with seeded(0):  # random weights too are the same when it goes on
+        return {model: open_model(model, **options), **{name: open_model(name) for name in beside}}
+
+
+def _study(
+    out: Path,
+    models: dict[str, nn.Module],
+    data: Data,
+    config: TokensConfig,
+    place: Workplace,
+    say: Callable[[str], None] | None,
+) -> list[dict[str, Any]]:
+    from hetdpt.studies.tokens import RESULTS, tokens_into
+
+    for done in tokens_into(out, models, data, config, place):
+        if say:
+            say(_line(done))
+    points: list[dict[str, Any]] = json.loads((out / RESULTS).read_text())["points"]
+    return points
+
+
+def _line(done: Done) -> str:
+    result, by = done.result, "" if done.is_own else " (done before, or by another process)"
+    if isinstance(result, dict):
+        return f"timed: {len(result)} models in turns{by}"
+    assert done.case is not None
+    return (
+        f"{done.case.model}, r {done.case.r}: {result.top1:.2f} % of {result.images} images, "
+        f"{result.tokens_left} tokens left, {amount(result.macs)} MACs{by}"
+    )
+
+
+def _print(points: list[dict[str, Any]]) -> None:
+    first = points[-1]
+    has_accuracy = first["top1"] is not None
+    columns = ["r", "tokens left", "MACs", "images/s", "speedup [95 %]", *(["accuracy [95 %]"] * has_accuracy)]
+    rows = table(f"{first['method']}, {first['schedule']} schedule", "model", *columns)
+    for one in points:
+        cells = [str(one["r"]), str(one["tokens_left"]), amount(one["macs"]), f"{one['throughput']:.4g}"]
+        cells.append(f"{one['speedup']:.3f}x [{one['speedup_low']:.3f}, {one['speedup_high']:.3f}]")
+        if has_accuracy:
+            cells.append(f"{one['top1']:.2f} % [{one['low']:.1f}, {one['high']:.1f}]")
+        rows.add_row(name_of(one), *cells)
+    print_(rows)
+    images = f"; accuracy on {first['images']} images" if has_accuracy else ""
+    typer.echo(f"{first['device']}, {first['dtype']}, batch {first['batch']}, {first['runs']} rounds in turns{images}")
