@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from run_directories import EVIL, build_run, change_stage
+from run_directories import EVIL, PLUS, build_run, change_stage
 
 from hetdpt.report.run import RunRecord
 from hetdpt.report.write import REPORTS, write_report, write_reports
@@ -173,14 +173,15 @@ def page() -> Iterator[Page]:
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Reports of a run, of one with names that would like to be code, and of both."""
+    """Reports of a run, of one with names that would like to be code, of one that lost width too, and of all."""
     where = tmp_path_factory.mktemp("reports")
     plain, evil = build_run(where / "plain"), build_run(where / "evil", model=EVIL, data=EVIL, compare=[EVIL])
     change_stage(evil, "measure", processor=EVIL, breakdown={"dense": {EVIL: 1.0}, "pruned": {EVIL: 0.5}})
-    for run in (plain, evil):
+    plus = build_run(where / "plus", **PLUS)
+    for run in (plain, evil, plus):
         write_reports(run)
     half = build_run(where / "half", "fit", is_finished=False)
-    write_report([RunRecord.read(run) for run in (plain, evil, half)], where / "all.html")
+    write_report([RunRecord.read(run) for run in (plain, evil, plus, half)], where / "all.html")
     return where
 
 
@@ -189,7 +190,7 @@ def report(directory: Path) -> Path:
     return directory / "plain" / REPORTS["html"]
 
 
-@pytest.mark.parametrize("name", ["plain/report.html", "evil/report.html", "all.html"])
+@pytest.mark.parametrize("name", ["plain/report.html", "evil/report.html", "plus/report.html", "all.html"])
 @pytest.mark.parametrize(("width", "is_dark"), [(1200, False), (1200, True), (PHONE, False)])
 def test_a_page_is_without_trouble(page: Page, directory: Path, name: str, width: int, is_dark: bool) -> None:
     page.open(directory / name, width, is_dark=is_dark)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import test_training_cli
+from run_directories import USUAL
 from torch import nn
 
 import hetdpt
@@ -21,9 +22,10 @@ from hetdpt.data.held_out import hold_out
 from hetdpt.data.sources import open_data
 from hetdpt.errors import DataError, PlanError, PredictError
 from hetdpt.modules import digest
+from hetdpt.pipeline import run
 from hetdpt.plan import Budget
 from hetdpt.recipes import quick
-from hetdpt.runs.stages import STAGES
+from hetdpt.runs.stages import WORK, stage_directory
 from hetdpt.selection.select import select
 from hetdpt.stages import trial
 from hetdpt.stages.estimate import Estimate, StageEstimate, estimate
@@ -32,6 +34,7 @@ from hetdpt.surgery import gates_of
 BRIEF = {"training.batch_size": 8, "per_class": 4, "training.lr": 5e-4}
 DATA = open_data("demo")
 WITHOUT_SPLIT = {"method": "random", "rounds": None}
+PLUS = {"plus": True, "layers": None, "macs": "70%", "tokens": "tome:2", "method": "map+te"}
 
 
 @pytest.fixture(scope="module")
@@ -62,6 +65,10 @@ def whole(dense: nn.Module) -> Estimate:
     return estimate(config(Path("nowhere"), compare=("random", "map+te", "importance-only")), dense, DATA)
 
 
+def weights_of(model: nn.Module) -> int:
+    return sum(tensor.nbytes for tensor in model.state_dict().values())
+
+
 def stage(found: Estimate, name: str) -> StageEstimate:
     return next(one for one in found.stages if one.stage == name)
 
@@ -81,8 +88,7 @@ def test_the_collection_takes_as_many_updates_and_evaluations(
     assert found.text.startswith(f"{len(steps)} samples, 1 epoch of 5 updates each, measured on {len(held.val or ())} ")
     assert found.evaluations == (1 + 2 * (len(steps) - 1)) * len(held.val or ())
     saved = [file for file in (tmp_path / "run").rglob("*.safetensors") if file.parent.name in ("dense", "last")]
-    weights = sum(tensor.nbytes for tensor in dense.state_dict().values())
-    assert found.left == len(saved) * weights
+    assert found.left == len(saved) * weights_of(dense)
 
 
 def test_the_search_and_the_fine_tuning_take_as_many_updates(dense: nn.Module, whole: Estimate, tmp_path: Path) -> None:
@@ -102,7 +108,7 @@ def test_a_comparison_is_a_choice_and_a_fine_tuning_for_each_method(whole: Estim
 
 
 def test_every_stage_of_a_run_is_there_and_has_a_time(whole: Estimate) -> None:
-    assert [one.stage for one in whole.stages] == list(STAGES)
+    assert [one.stage for one in whole.stages] == list(USUAL)
     moments = {one.stage for one in whole.stages if one.seconds is None}
     assert moments == {"fit", "allocate", "report"}
     assert all(one.seconds > 0 for one in whole.stages if one.seconds is not None)
@@ -121,6 +127,39 @@ def test_nothing_is_written_and_the_model_is_left_alone(dense: nn.Module, tmp_pa
     assert "trying the search" in told
 
 
+def test_layers_or_width_takes_as_many_updates_evaluations_and_models(dense: nn.Module, tmp_path: Path) -> None:
+    samples = tmp_path / "samples.csv"
+    samples.write_text("attention,activation,accuracy\n0,0,50\n1,0,49\n2,0,45\n0,1,48\n0,2,44\n1,1,46\n2,2,30\n")
+    asked = config(tmp_path / "run", **PLUS, samples=samples, rounds=None, depths=(0, 1))
+    expected, told = estimate(asked, dense, DATA), Counter[str]()
+    assert [one.stage for one in expected.stages] == list(asked.stages)
+    run(asked, inputs=(dense, DATA), until="narrow", watch=lambda event: told.update([event.text]))
+    found, held = stage(expected, "balance"), len(hold_out(DATA).val or ())
+    assert found.updates == told["0 layers less"] + told["1 layers less"] == 2 * 5
+    assert found.evaluations == 2 * 2 * held
+    assert found.text == f"0, 1 layers less and width, 1 epoch of 5 updates each, measured on {held} images held out"
+    for name in ("balance", "narrow"):
+        saved = [*(stage_directory(asked.out, name) / WORK).rglob("*.safetensors")]
+        assert stage(expected, name).left == len(saved) * weights_of(dense)
+
+
+def test_all_of_the_goal_may_be_for_width_to_meet(dense: nn.Module) -> None:
+    found = estimate(config(Path("nowhere"), **PLUS | {"layers": 0}, rounds=None), dense, DATA)
+    assert all(parameter.grad is None for parameter in dense.parameters())
+    assert (found.layers, found.is_guess) == (0, False)
+    assert stage(found, "select").text == "no layers: all of the goal is for width to meet"
+    assert stage(found, "select").seconds is None
+    assert stage(found, "narrow").text == "width for the rest of the goal, at most 70% of the MACs: 8 training images"
+    assert stage(found, "reduce").text == "2 tokens fewer after each attention (tome)"
+    assert stage(found, "recover").left == 2 * weights_of(dense), "without a calibrated model to begin from"
+    assert all(one.seconds > 0 for one in found.stages if one.seconds is not None)
+
+
+def test_numbers_of_layers_that_a_model_does_not_have_are_refused(dense: nn.Module) -> None:
+    with pytest.raises(PlanError, match="this model has 3 to be removed"):
+        estimate(config(Path("nowhere"), **PLUS, depths=(0, 7)), dense, DATA)
+
+
 @pytest.mark.parametrize(
     ("changes", "missing"),
     [
@@ -130,7 +169,7 @@ def test_nothing_is_written_and_the_model_is_left_alone(dense: nn.Module, tmp_pa
 )
 def test_stages_that_a_run_does_not_have_are_left_out(dense: nn.Module, changes: Any, missing: set[str]) -> None:
     found = estimate(config(Path("nowhere"), **changes), dense, DATA)
-    assert set(STAGES) - {one.stage for one in found.stages} == missing
+    assert set(USUAL) - {one.stage for one in found.stages} == missing
     assert stage(found, "select").updates == 0
 
 
@@ -160,8 +199,7 @@ def test_what_a_run_would_refuse_is_refused(dense: nn.Module) -> None:
 def test_a_checkpoint_has_weights_two_moments_and_an_average(dense: nn.Module, ema: float, parts: int) -> None:
     asked = config(Path("nowhere"))
     tried = trial.try_training(dense, DATA, asked.recovery.with_settings({"training.ema_decay": ema}), asked)
-    weights = sum(tensor.nbytes for tensor in dense.state_dict().values())
-    assert tried.state == pytest.approx(parts * weights, rel=0.02)  # beside them, counters of a few bytes
+    assert tried.state == pytest.approx(parts * weights_of(dense), rel=0.02)  # beside them, counters of a few bytes
     assert (tried.epochs, tried.updates, tried.images, tried.has_average) == (3, 15, 40, bool(ema))
     assert tried.evaluations == 4 * (2 if ema else 1)
 

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field
 from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -20,6 +21,8 @@ import test_cli
 from run_directories import (
     BLOCKS,
     EVIL,
+    PLUS,
+    USUAL,
     build_run,
     change_stage,
     epochs,
@@ -37,6 +40,7 @@ from test_cli import Run
 from hetdpt.errors import FileError
 from hetdpt.plan import KINDS, Budget
 from hetdpt.report.headline import title
+from hetdpt.report.pictures import balance
 from hetdpt.report.pictures.blocks import blocks, turns_of
 from hetdpt.report.pictures.epochs import accuracies, losses
 from hetdpt.report.pictures.speed import frontier as draw_frontier
@@ -60,7 +64,7 @@ def full(tmp_path: Path) -> Path:
 def test_a_run_is_read_whole(full: Path) -> None:
     record = RunRecord.read(full)
     assert (record.name, record.model, record.method, record.goals) == ("demo", "demo", "hetdpt", {"layers": 8})
-    assert all(getattr(record.results, name) is not None for name in STAGES[:-1])
+    assert all(getattr(record.results, name) is not None for name in USUAL[:-1])
     assert record.is_finished
     assert record.next_stage is None
     assert record.warnings == ("the samples were measured on few images",)
@@ -83,14 +87,20 @@ def test_transfer_entropy_is_that_of_the_first_sample_that_has_it(full: Path) ->
     assert RunRecord.read(full).entropies == {("attention", 3): 0.5}
 
 
-@pytest.mark.parametrize(("last", "then"), [*pairwise(STAGES)])
-def test_an_unfinished_run_says_what_is_next(tmp_path: Path, last: str, then: str) -> None:
-    run = build_run(tmp_path / "half", last, is_finished=False)
+@pytest.mark.parametrize(
+    ("last", "then", "changes"),
+    [(*pair, {}) for pair in pairwise(USUAL)]
+    + [(*pair, PLUS) for pair in (("fit", "balance"), ("balance", "select"), ("select", "narrow"))]
+    + [(*pair, PLUS) for pair in (("narrow", "recover"), ("merge", "reduce"), ("reduce", "measure"))],
+)
+def test_an_unfinished_run_says_what_is_next(tmp_path: Path, last: str, then: str, changes: dict[str, Any]) -> None:
+    run = build_run(tmp_path / "half", last, is_finished=False, **changes)
     write_reports(run)
     page = Page.read(run)
     assert f"Not finished: next stage is {then}" in page.text
     assert ("Before and after" in page.text) == (STAGES.index(last) >= STAGES.index("measure"))
     assert ("Which layers went" in page.text) == (STAGES.index(last) >= STAGES.index("select"))
+    assert ("Layers or width" in page.text) == (changes == PLUS and STAGES.index(last) >= STAGES.index("balance"))
     assert f"Not finished: next stage is {then}" in (run / REPORTS["markdown"]).read_text()
 
 
@@ -226,7 +236,59 @@ def test_the_page_shows_what_was_found(full: Path) -> None:
         assert words in text, words
 
 
-def test_the_page_is_sound(full: Path) -> None:
+def test_width_and_tokens_are_shown(tmp_path: Path) -> None:
+    run = build_run(tmp_path / "demo", **PLUS, depths=[0, 4, 8])
+    write_reports(run)
+    page, markdown = Page.read(run), (run / REPORTS["markdown"]).read_text()
+    for words in (
+        "chosen by the method hetdpt, and 31 % of its width.", "Goal met: at most 32.0 M MACs",
+        "Tokens are reduced: 8 tokens fewer after each attention",
+        "It was tried with 0, 4 and 8 layers less. What goes is 3 attention layers and 5 activations, since with 8 layers less "
+        "it is the most accurate. Accuracies are of 287 training images that were held out, of which one is 0.35",
+        "nearest whole piece: embedding 31 %, FFN hidden 31 %, heads 31 %, head dims 16 %. They were found in 9 trials",
+    ):  # fmt: skip
+        assert words in page.text, words
+        assert words in markdown, words
+    assert "After the layers and width went, the rest was trained for 5 epochs." in page.text
+    assert "--macs 32000000 --method hetdpt --tokens tome:8 --plus --depths 0,4,8" in page.text
+    row = "| 3+5, chosen | 30 % | 31 % | 31 % | 16 % | 31.9 M | 497 k | 68.00 % | 94.00 % | 1.62× |"
+    assert row in markdown.splitlines()
+    assert "Layers or width" in page.headings
+    assert "What other budgets would give" not in page.headings
+
+
+def test_width_after_a_given_number_of_layers_was_not_weighed_against_them(tmp_path: Path) -> None:
+    run = build_run(tmp_path / "demo", **PLUS | {"layers": 8})
+    write_reports(run)
+    page = Page.read(run)
+    assert "How much width went" in page.headings
+    assert "Layers or width" not in page.headings
+    assert "The final model has lost width too." in page.text
+
+
+def test_a_run_that_lost_no_layers_says_so(tmp_path: Path) -> None:
+    run = build_run(tmp_path / "demo", **PLUS | {"layers": 0, "tokens": None})
+    write_reports(run)
+    text, markdown = Page.read(run).text, (run / REPORTS["markdown"]).read_text()
+    assert "lost no layers, but 31 % of its width." in text
+    assert "then an FFN with an activation. No layer went. Point" in text
+    assert "After width went, the rest was trained" in text
+    assert "with its turn" not in text
+    assert "FFN became" not in text
+    assert "- attention of blocks: none" in markdown
+    assert "no layer is gone" in blocks(RunRecord.read(run), 820)
+
+
+def test_tokens_that_only_this_run_lost_are_told_where_methods_are_compared(tmp_path: Path) -> None:
+    run = build_run(tmp_path / "demo", tokens="tome:8")
+    write_reports(run)
+    assert "this run, with fewer tokens" in Page.read(run).text
+    assert "The final model has fewer tokens, too." in Page.read(run).text
+
+
+@pytest.mark.parametrize("changes", [{}, PLUS])
+def test_the_page_is_sound(tmp_path: Path, changes: dict[str, Any]) -> None:
+    full = build_run(tmp_path / "demo", **changes)
     write_reports(full)
     page = Page.read(full)
     assert len(page.ids) == len(set(page.ids))
@@ -356,6 +418,24 @@ def test_the_surface_shows_samples_the_choice_and_guesses(full: Path) -> None:
     assert float(best.get("fill-opacity", 0)) <= 1
 
 
+def test_what_was_tried_for_layers_or_width_is_drawn_and_the_chosen_one_marked(tmp_path: Path) -> None:
+    record = RunRecord.read(build_run(tmp_path / "demo", **PLUS))
+    found = record.results.balance
+    assert found is not None
+    for draw in (balance.accuracies, balance.speedups):
+        picture = ElementTree.fromstring(draw(found, 400))
+        assert [hint.split("\n")[0] for hint in hints(picture)] == [
+            "0 layers less: 0+0", "4 layers less: 2+2", "8 layers less: 3+5",
+        ]  # fmt: skip
+        assert [hint.endswith("\nchosen") for hint in hints(picture)] == [False, False, True]
+        assert len(classes(picture, "chosen")) == 1
+        heights = [float(one.get("cy", 0)) for one in classes(picture, "best")]
+        assert heights == sorted(heights, reverse=True), "both rise with the layers"
+    surface = ElementTree.fromstring(draw_surface(record, 500))
+    said = next(hint for hint in hints(surface) if hint.startswith("3 attention + 5"))
+    assert said.endswith("\nchosen")
+
+
 def test_a_frontier_without_times_counts_layers(full: Path) -> None:
     untimed = {**asdict(prices()), "dense": {"macs": 1, "params": 1, "ms": None}}
     untimed |= {kind: [{"macs": 0, "params": 0, "ms": None}] * BLOCKS for kind in KINDS}
@@ -410,7 +490,7 @@ def test_blocks_stay_inside_their_picture(full: Path, width: float, count: int) 
 def test_several_runs_are_side_by_side(tmp_path: Path, full: Path) -> None:
     other = build_run(tmp_path / "there" / "demo", layers=None, speedup=1.5, method="te-static", compare=[])
     change_stage(other, "measure", processor="another")
-    half = build_run(tmp_path / "half", "fit", is_finished=False)
+    half = build_run(tmp_path / "half", "fit", is_finished=False, **PLUS)
     records = [RunRecord.read(run) for run in (full, other, half)]
     write_report(records, tmp_path / "all.html")
     page = Page(source=(tmp_path / "all.html").read_text())
@@ -418,6 +498,7 @@ def test_several_runs_are_side_by_side(tmp_path: Path, full: Path) -> None:
     assert "3 runs compared" in page.text
     assert "measured in 2 different ways" in page.text
     assert "at least 1.5× faster" in page.text
+    assert "hetdpt + width + tome:8" in page.text
     assert page.headings == ["Side by side", str(full), str(other), "half"], "two have the same name"
     assert len(page.ids) == len(set(page.ids))
     write_report(records, tmp_path / "all.md")

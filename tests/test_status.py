@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import test_cli
 import yaml
+from run_directories import USUAL
 from test_cli import Run
 
 from hetdpt.runs.alone import alone
@@ -24,6 +25,10 @@ SIDE = {"accuracy": SCORES, "params": 610000, "macs": 41000000, "ms": 4.0, "thro
 MACHINE = {"device": "cpu", "processor": "Xeon", "threads": 2, "dtype": "float32"}
 PLAN = {"attention": [1, 3], "activation": [2], "removal": "calibrated"}
 SPLIT = {"attention": 2, "activation": 1, "predicted": 97.0, "low": 96.0, "high": 98.0, "is_beyond": False}
+RATIOS = {"embedding": 0.31, "hidden": 0.31, "heads": 0.31, "head_dims": 0.155}
+COSTS = {"macs": 3.19e7, "params": 4.97e5}
+CANDIDATE = {"attention": 0, "activation": 0, "predicted": 97.0, "ratios": RATIOS, **COSTS, "start": 60.0}
+CANDIDATE |= {"accuracy": 95.0, "speedup": 1.5}
 EPOCHS = [{"number": 0, "last": 90.0, "best": 90.0}, {"number": 2, "last": 97.0, "best": 97.2}]
 FIT = {"blocks": 4, "degree": 2, "mae": 0.413, "rmse": 0.5, "explained": 0.9, "formula": "P", "pruned_formula": "p"}
 RESULTS: dict[str, dict[str, Any]] = {
@@ -37,9 +42,19 @@ RESULTS: dict[str, dict[str, Any]] = {
         "table": [SPLIT],
         "frontier": [],
     },
+    "balance": {
+        "target": {"macs": 3.2e7},
+        "candidates": [CANDIDATE, {**CANDIDATE, "attention": 2, "activation": 1, "accuracy": 96.5}],
+        "budget": {"attention": 2, "activation": 1},
+        "why": "it is the most accurate",
+        "measured_on": "held out",
+        "images": 287,
+    },
     "select": {"method": "hetdpt", "plan": PLAN, "picks": []},
+    "narrow": {"target": {"macs": 3.2e7}, "ratios": RATIOS, **COSTS, "tried": 9},
     "recover": {"start": 90.0, "last": 97.0, "best": 97.2, "best_epoch": 1, "epochs": EPOCHS},
     "merge": {"merged": 1, "difference": 1e-6},
+    "reduce": {"method": "tome", "r": 8, "schedule": "constant"},
     "measure": {
         "dense": SIDE,
         "pruned": {**SIDE, "accuracy": {**SCORES, "top1": 97.22}},
@@ -56,9 +71,12 @@ WORDS = {
     "collect": "7 samples",
     "fit": "degree 2, wrong by 0.41 points on average",
     "allocate": "2 attention + 1 activation",
+    "balance": "2 attention + 1 activation, then width: 96.50 %",
     "select": "attention 1 3, activation 2",
+    "narrow": "less embedding 31 %, FFN hidden 31 %, heads 31 %, head dims 16 %; 31.9 M MACs, 497 k parameters",
     "recover": "90.00 % before, 97.00 % after 2 epochs, best 97.20 %",
     "merge": "1 FFN merged",
+    "reduce": "8 tokens fewer after each attention (tome)",
     "measure": "97.22 %, 1.43× (cpu (Xeon, 2 threads), float32, batch 8)",
     "save": "model, model.onnx",
     "compare": "random 95.00 %",
@@ -66,7 +84,7 @@ WORDS = {
 }
 
 
-def make(directory: Path, done: tuple[str, ...], at_work: str | None = None, flow: tuple[str, ...] = STAGES) -> Path:
+def make(directory: Path, done: tuple[str, ...], at_work: str | None = None, flow: tuple[str, ...] = USUAL) -> Path:
     """Write a run with those stages done, and one begun."""
     directory.mkdir()
     (directory / CONFIG).write_text(yaml.safe_dump({"model": "demo", "data": "demo", "method": "hetdpt"}))
@@ -85,7 +103,7 @@ def states(run: Run, directory: Path) -> dict[str, str]:
 
 
 def test_a_finished_run(run: Run, tmp_path: Path) -> None:
-    directory = make(tmp_path / "run", STAGES)
+    directory = make(tmp_path / "run", STAGES, flow=STAGES)
     values = run("status", directory, "--json").values
     assert (values["directory"], values["is_done"], values["is_running"]) == (str(directory), True, False)
     assert {stage["stage"]: stage["words"] for stage in values["stages"]} == WORDS
@@ -101,13 +119,14 @@ def test_a_finished_run(run: Run, tmp_path: Path) -> None:
 
 
 def test_a_run_at_work_tells_how_far_it_is(run: Run, tmp_path: Path) -> None:
-    directory = make(tmp_path / "run", STAGES[:5], "recover")
+    directory = make(tmp_path / "run", USUAL[:5], "recover")
     with alone(directory):
         values = run("status", directory, "--json").values
         table = run("status", directory).out
     assert (values["is_done"], values["is_running"]) == (False, True)
-    assert [stage["state"] for stage in values["stages"]] == ["done"] * 5 + ["running"] + ["left"] * 5
-    at_work = values["stages"][5]
+    found = {stage["stage"]: stage for stage in values["stages"]}
+    assert [found[name]["state"] for name in USUAL] == ["done"] * 5 + ["running"] + ["left"] * 5
+    at_work = found["recover"]
     assert 0 <= at_work["seconds"] < 10
     assert at_work["words"].startswith("fine-tuning, 40/230, 0.")
     assert at_work["words"].endswith(" s ago")
@@ -116,8 +135,8 @@ def test_a_run_at_work_tells_how_far_it_is(run: Run, tmp_path: Path) -> None:
 
 
 def test_a_run_that_was_killed_is_interrupted_and_can_go_on(run: Run, tmp_path: Path) -> None:
-    directory = make(tmp_path / "my run [1]", STAGES[:5], "recover")
-    now = directory / "06-recover" / NOW
+    directory = make(tmp_path / "my run [1]", USUAL[:5], "recover")
+    now = stage_directory(directory, "recover") / NOW
     now.write_text(json.dumps({**json.loads(now.read_text()), "time": time.time() - 7265}))
     assert states(run, directory)["recover"] == "interrupted"
     lines = run("status", directory).out.splitlines()
@@ -130,7 +149,7 @@ def test_a_run_that_was_killed_is_interrupted_and_can_go_on(run: Run, tmp_path: 
 
 
 @pytest.mark.parametrize(
-    "not_needed", [[], ["compare"], ["collect"], ["collect", "fit", "allocate", "compare"]], ids=" ".join
+    "not_needed", [[], ["compare"], ["allocate"], ["collect", "fit", "allocate", "balance", "narrow"]], ids=" ".join
 )
 def test_stages_without_a_directory_are_left_or_not_needed(not_needed: list[str], run: Run, tmp_path: Path) -> None:
     flow = tuple(name for name in STAGES if name not in not_needed)
@@ -141,7 +160,7 @@ def test_stages_without_a_directory_are_left_or_not_needed(not_needed: list[str]
 
 
 def test_nothing_is_written(run: Run, tmp_path: Path) -> None:
-    directory = make(tmp_path / "run", STAGES[:5], "recover")
+    directory = make(tmp_path / "run", USUAL[:5], "recover")
 
     def look() -> dict[Path, tuple[int, int]]:
         return {file: (file.stat().st_mtime_ns, file.stat().st_ino) for file in [directory, *directory.rglob("*")]}
@@ -163,7 +182,7 @@ def test_what_is_no_run(what: str, run: Run, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("damage", ["cut", "changed", "other"])
 def test_a_damaged_stage_is_named(damage: str, run: Run, tmp_path: Path) -> None:
-    directory = make(tmp_path / "run", STAGES[:5])
+    directory = make(tmp_path / "run", USUAL[:5])
     file = stage_directory(directory, "fit") / STAGE
     text = file.read_text()
     changed = {
@@ -183,7 +202,7 @@ def test_a_damaged_config_is_named(run: Run, tmp_path: Path) -> None:
 
 
 def test_it_needs_no_torch(tmp_path: Path) -> None:
-    directory = make(tmp_path / "run", STAGES)
+    directory = make(tmp_path / "run", USUAL)
     code = f"""
 import sys
 from pathlib import Path

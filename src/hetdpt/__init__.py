@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from hetdpt.calibration import calibrate_
     from hetdpt.collection.collect import collect_into, recheck_into
     from hetdpt.collection.work import Workplace
+    from hetdpt.combine.choice import Ratios
+    from hetdpt.combine.tokens import reduce_tokens_, restore_tokens_
+    from hetdpt.combine.width import WidthConfig, narrow_, narrow_to
     from hetdpt.config import RunConfig
     from hetdpt.data.augmentation import Augmentation
     from hetdpt.entropy import transfer_entropy
@@ -39,6 +42,7 @@ if TYPE_CHECKING:
     from hetdpt.predictor.samples import CollectConfig
     from hetdpt.published import published_plan, published_plans
     from hetdpt.recovery import RecoverConfig, recover
+    from hetdpt.reductions import Tokens
     from hetdpt.selection.methods import METHODS
     from hetdpt.selection.select import SelectConfig, select
     from hetdpt.studies.compare import CompareConfig, compare_into
@@ -54,6 +58,9 @@ _HOMES = {
     "hetdpt.calibration": ("calibrate_",),
     "hetdpt.collection.collect": ("collect_into", "recheck_into"),
     "hetdpt.collection.work": ("Workplace",),
+    "hetdpt.combine.choice": ("Ratios",),
+    "hetdpt.combine.tokens": ("reduce_tokens_", "restore_tokens_"),
+    "hetdpt.combine.width": ("WidthConfig", "narrow_", "narrow_to"),
     "hetdpt.config": ("RunConfig",),
     "hetdpt.data.augmentation": ("Augmentation",),
     "hetdpt.entropy": ("transfer_entropy",),
@@ -74,6 +81,7 @@ _HOMES = {
     "hetdpt.predictor.samples": ("CollectConfig",),
     "hetdpt.published": ("published_plan", "published_plans"),
     "hetdpt.recovery": ("RecoverConfig", "recover"),
+    "hetdpt.reductions": ("Tokens",),
     "hetdpt.studies.compare": ("CompareConfig", "compare_into"),
     "hetdpt.studies.observe": ("ObserveConfig", "observe_into"),
     "hetdpt.selection.methods": ("METHODS",),
@@ -100,6 +108,7 @@ __all__ = [
     "Predictor",
     "Price",
     "Prices",
+    "Ratios",
     "RecoverConfig",
     "RunConfig",
     "Sample",
@@ -107,7 +116,9 @@ __all__ = [
     "SelectConfig",
     "Site",
     "Split",
+    "Tokens",
     "TrainConfig",
+    "WidthConfig",
     "Workplace",
     "allocate",
     "calibrate_",
@@ -127,6 +138,8 @@ __all__ = [
     "measure_prices",
     "measure_throughput",
     "merge_",
+    "narrow_",
+    "narrow_to",
     "observe_into",
     "prune_",
     "published_plan",
@@ -134,7 +147,9 @@ __all__ = [
     "push_to_hub",
     "recheck_into",
     "recover",
+    "reduce_tokens_",
     "restore_",
+    "restore_tokens_",
     "run",
     "save",
     "scan",

@@ -24,12 +24,14 @@ class Widths:
     """Parameters and buffers by name, and their shapes."""
     attributes: tuple[tuple[str, str, Any], ...]
     """Path of a module, name of an attribute, and the number or tuple of numbers that it has now."""
+    stream: int | None = None
+    """Channels of the residual stream, if some went."""
 
     @classmethod
     def from_dict(cls, values: Any) -> Widths:
         shapes = tuple((str(name), tuple(int(side) for side in shape)) for name, shape in values["shapes"])
         attributes = tuple((str(path), str(name), _number(value)) for path, name, value in values["attributes"])
-        return cls(shapes, attributes)
+        return cls(shapes, attributes, int(stream) if (stream := values["stream"]) is not None else None)
 
 
 TOKEN_PAPERS = {"tome": "https://arxiv.org/abs/2210.09461", "gtp": "https://arxiv.org/abs/2311.03035"}
@@ -60,7 +62,9 @@ class Tokens:
 
     def __post_init__(self) -> None:
         if self.method not in TOKEN_PAPERS:
-            raise PlanError(f"no method of reducing tokens is called {self.method!r}; there are {', '.join(TOKEN_PAPERS)}")
+            raise PlanError(
+                f"no method of reducing tokens is called {self.method!r}; there are {', '.join(TOKEN_PAPERS)}"
+            )
         if self.schedule not in SCHEDULES:
             raise PlanError(f"a schedule of tokens is {' or '.join(SCHEDULES)}, not {self.schedule!r}")
         if not _is_whole(self.r):
@@ -98,7 +102,7 @@ def read_tokens(text: str) -> Tokens:
     method, *rest = text.split(":")
     if not 1 <= len(rest) <= 2 or not rest[0].isdecimal():
         raise PlanError(f"tokens are METHOD:R, such as tome:8, or METHOD:R:SCHEDULE, not {text!r}")
-    return Tokens(method, int(rest[0]), *rest[1:])
+    return Tokens(method, int(rest[0]), (*rest, "constant")[1])
 
 
 def _is_whole(value: object) -> bool:

@@ -26,7 +26,7 @@ from hetdpt.fold import Layer, add, fold_norm, fold_pair, is_cheaper_folded, new
 from hetdpt.gates import Behind, Constant, Extras, Gate, Mapped, Pass, Removed, StreamGelu, Zero
 from hetdpt.modules import clone, require_takes
 from hetdpt.plan import Fit, Plan, Site
-from hetdpt.reductions import Tokens, Widths
+from hetdpt.reductions import Tokens
 
 InputSize = tuple[int, int, int]
 Removal = str | tuple[str, str]
@@ -53,8 +53,8 @@ class Record:
     """Blocks whose attention was replaced by a constant that the bias before it has taken in."""
     gates: tuple[tuple[Site, str], ...] = ()
     """The sites that have gates, and the paths of these."""
-    widths: Widths | None = None
-    """The sizes of a model that was narrowed as well (:mod:`hetdpt.combine.width`)."""
+    is_narrowed: bool = False
+    """Whether its sizes are others than those it was built with (:mod:`hetdpt.combine.width`)."""
     tokens: Tokens | None = None
     """How its blocks reduce tokens, if they do (:mod:`hetdpt.combine.tokens`)."""
 
@@ -354,6 +354,10 @@ def _begin(model: nn.Module, plan: Plan, input_size: InputSize | None, is_tempor
     found = survey_of(model, input_size)
     plan.check(found.anatomy)
     record = record_of(model) or Record(found, Plan())
+    if record.tokens is not None:
+        raise PlanError(
+            "this model reduces its tokens; call restore_tokens_(model), remove layers, then reduce them again"
+        )
     is_same = record.plan.styles == plan.styles and (record.plan.removal == "authors") == (plan.removal == "authors")
     if len(record.plan) and not is_same and not (is_temporary and record.plan.fitted):
         raise PlanError(

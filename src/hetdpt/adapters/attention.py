@@ -82,19 +82,20 @@ class Attention:
 def attention_at(model: nn.Module, path: str) -> Attention:
     """Return where the layers of the attention at ``path`` are; ``ModelError`` if its class is none of ``NAMES``."""
     module = model.get_submodule(path)
-    names = NAMES.get(f"{type(module).__module__}.{type(module).__name__}")
+    kind = f"{type(module).__module__}.{type(module).__name__}"
+    names = NAMES.get(kind)
     if names is None:
         raise ModelError(
-            f"{path} is {type(module).__name__}, whose heads cannot be made narrower here; the models that can be are "
+            f"{path} is {kind}, whose heads cannot be made narrower here; the models that can be are "
             "ViT, DeiT and DINOv2 of timm and HuggingFace, and the vision towers of CLIP and SigLIP"
         )
     parts = dict(module.named_children())
     if extra := [name for name in names.foreign if not isinstance(parts.get(name), nn.Identity | None)]:
         raise ModelError(f"{path} has a {extra[0]} of its own, which no narrower one is known for; leave its width")
-    layers = [(f"{path}.{name}", parts[name]) for name in (names.queries, names.keys, names.values)]
-    is_one = names.queries == names.keys
-    rows = layers[0][1].weight.shape[0] // (3 if is_one else 1)  # type: ignore[index, operator]
-    queries, keys, values = ((layer, number * rows if is_one else 0) for number, (layer, _) in enumerate(layers))
+    layers = [f"{path}.{name}" for name in (names.queries, names.keys, names.values)]
+    is_one = layers[0] == layers[1]
+    rows = len(model.get_parameter(f"{layers[0]}.weight")) // (3 if is_one else 1)
+    queries, keys, values = ((layer, number * rows if is_one else 0) for number, layer in enumerate(layers))
     heads = int(vars(module)[names.heads])
     norms = tuple(f"{path}.{name}" for name in names.norms if not isinstance(parts.get(name), nn.Identity | None))
     return Attention(path, heads, rows // heads, queries, keys, values, f"{path}.{names.out}", norms, names)

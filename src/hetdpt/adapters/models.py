@@ -6,6 +6,7 @@ import difflib
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from copy import copy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -159,6 +160,26 @@ def unfuse_(model: nn.Module) -> nn.Module:
         if getattr(config, "_attn_implementation", None) == "sdpa":  # transformers
             config._attn_implementation = "eager"
     return model
+
+
+def fused(module: nn.Module) -> nn.Module:
+    """Return ``module`` or, where its attention does not run as one fused operator, a copy of it that has it so.
+
+    The copy is around the same children and tensors.
+    """
+    config: Any = vars(module).get("config")
+    implementation = getattr(config, "_attn_implementation", None)
+    changes: dict[str, Any] = {}
+    if vars(module).get("fused_attn") is False:  # timm
+        changes["fused_attn"] = True
+    if implementation not in (None, "sdpa"):  # transformers
+        changes["config"] = config = copy(config)
+        config._attn_implementation = "sdpa"
+    if not changes:
+        return module
+    twin = copy(module)
+    vars(twin).update(changes)
+    return twin
 
 
 def _build_timm(base: Base, pretrained: bool) -> nn.Module:

@@ -26,6 +26,7 @@ from hetdpt.cli import (
     status,
     tokens,
     training,
+    width,
 )
 from hetdpt.errors import HetDPTError
 
@@ -48,6 +49,7 @@ COMMANDS: tuple[Callable[..., None], ...] = (
     observe.observe,
     collect.collect,
     oneshot.oneshot,
+    width.width,
     tokens.tokens,
     predict.predict,
     compare.compare,

@@ -45,7 +45,9 @@ if TYPE_CHECKING:
 def tokens(
     model: Model,
     r: Annotated[str, typer.Option("--r", help="Tokens that go in each block with attention; 0,4,8 tries several.")],
-    method: Annotated[str, typer.Option(help="tome merges tokens that are alike, gtp drops and hands on.")] = "tome",
+    method: Annotated[
+        str, typer.Option(help="tome merges alike tokens; gtp adds those that matter least to others.")
+    ] = "tome",
     schedule: Annotated[str, typer.Option(help="constant, or decreasing: more in the first blocks.")] = "constant",
     beside: Annotated[
         list[str] | None, typer.Option(help="A saved model to do the same with, such as a pruned one; may be repeated.")

@@ -23,7 +23,11 @@ def propagate(stream: Stream, seen: Seen, count: int, tokens: Tokens) -> Stream:
     """
     assert seen.map is not None
     kept, going = rank(seen.map, stream.protected, count)
-    graph = links(seen.given[:, stream.protected :], stream.grid, tokens.neighbours) if stream.graph is None else stream.graph
+    graph = (
+        links(seen.given[:, stream.protected :], stream.grid, tokens.neighbours)
+        if stream.graph is None
+        else stream.graph
+    )
     of_kept = rows(graph, kept)  # (B, k, n)
     edges = _columns(of_kept, going)  # (B, k, p)
     safe, patches = stream.tokens.split([stream.protected, graph.shape[1]], 1)
@@ -45,12 +49,14 @@ def rank(attention: Tensor, protected: int, count: int) -> tuple[Tensor, Tensor]
 
     A token is worth gamma psi: gamma, how hard it is to make again from others, is what it looks at itself, a_ii;
     psi, how much it tells others, is the sum of a_ji over j; each is the largest over heads, as in the paper's code.
+    The map is the whole one, before it is made sparse, where most tokens of some heads would be worth 0 alike.
     Numbers are counted without the ``protected`` tokens, which are not ranked, but look at others too.
     """
     gamma = attention.diagonal(dim1=-2, dim2=-1).amax(1)  # (B, n)
     psi = attention.sum(-2).amax(1)
-    order = (gamma * psi)[:, protected:].argsort(dim=-1, descending=True, stable=True)
-    kept, going = order.split([order.shape[1] - count, count], 1)
+    worth = (gamma * psi)[:, protected:]
+    n = worth.shape[1]
+    kept, going = worth.topk(n).indices.split([n - count, count], 1)
     return kept.sort(dim=-1).values, going
 
 

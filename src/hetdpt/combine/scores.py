@@ -7,7 +7,7 @@ cuts in one go, with dictionaries that leak from one pruner to the next, and may
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -25,7 +25,8 @@ from hetdpt.errors import ModelError, PlanError
 from hetdpt.fold import is_cheaper_folded
 from hetdpt.gates import Gate
 from hetdpt.modules import clone, random_images
-from hetdpt.surgery import Record, known
+from hetdpt.plan import Plan
+from hetdpt.surgery import known, place_, record_of
 
 Importance = Literal["taylor", "l2", "random"]
 LAYERS = (nn.Linear, nn.Conv2d, nn.LayerNorm, nn.Embedding, nn.MultiheadAttention)
@@ -78,6 +79,30 @@ class Parts:
     why_no_stream: str = ""
 
 
+@dataclass(frozen=True)
+class Sizes:
+    """How wide a model is: its stream, and by block what is left of its FFNs and attention layers."""
+
+    embedding: int
+    hidden: tuple[int, ...]
+    heads: tuple[int, ...]
+    head_dims: tuple[int, ...]
+
+
+def sizes_of(model: nn.Module) -> Sizes:
+    """Return how wide ``model`` is."""
+    copy = clone(model)
+    if record_of(copy) is None:
+        place_(copy, Plan())
+    attentions, root = attentions_of(copy), _roots(copy)
+    return Sizes(
+        copy.get_parameter(f"{root[0]}.weight").shape[1] if root else 0,
+        tuple(len(copy.get_parameter(f"{ffn.first}.weight")) for ffn in ffns_of(copy)),
+        tuple(attention.heads for attention in attentions),
+        tuple(attention.head_dim for attention in attentions),
+    )
+
+
 def require_narrowable(model: nn.Module) -> None:
     """Raise, before anything is touched, if a layer of a ``known`` model has sizes that cannot be changed here."""
     record = known(model)
@@ -88,7 +113,9 @@ def require_narrowable(model: nn.Module) -> None:
     for attention in attentions_of(model):
         for norm in attention.norms:
             if getattr(model.get_submodule(norm), "weight", None) is None:
-                raise ModelError(f"{norm} has no weight to take in what the scale of the attention loses; none is known")
+                raise ModelError(
+                    f"{norm} has no weight to take in what the scale of the attention loses; none is known"
+                )
     for handle in record.survey.handles:
         is_left = handle.site.kind == "activation" and not record.plan.removes(handle.site)
         if is_left and (handle.ffn is None or not isinstance(model.get_submodule(handle.ffn.first), nn.Linear)):
@@ -112,23 +139,20 @@ def ffns_of(model: nn.Module) -> list[Ffn]:
     would cost rank and save nothing.
     """
     record = known(model)
-    return [h.ffn for h in record.survey.handles if h.ffn and _has_hidden(model, record, h.ffn, record.plan.removes(h.site))]
+    handles = [handle for handle in record.survey.handles if handle.ffn]
+    return [h.ffn for h in handles if h.ffn and (not record.plan.removes(h.site) or _stays_two(model, h.ffn))]
 
 
-def _has_hidden(model: nn.Module, record: Record, ffn: Ffn, is_removed: bool) -> bool:
-    if not is_removed:
-        return True
-    try:
-        first, second = model.get_submodule(ffn.first), model.get_submodule(ffn.second)
-    except AttributeError:  # the whole FFN is gone
-        return False
-    is_pair = isinstance(first, nn.Linear) and isinstance(second, nn.Linear)
-    return is_pair and not is_cheaper_folded(first, second)  # type: ignore[arg-type]
+def _stays_two(model: nn.Module, ffn: Ffn) -> bool:
+    """Whether an FFN without its activation has two layers and is to keep them."""
+    there = dict(model.named_modules())
+    first, second = there.get(ffn.first), there.get(ffn.second)
+    return isinstance(first, nn.Linear) and isinstance(second, nn.Linear) and not is_cheaper_folded(first, second)
 
 
 @contextmanager
 def gradients(model: nn.Module) -> Iterator[None]:
-    """Let all parameters have fresh gradients for a while; what they had, and whether they learn, is as before after."""
+    """Let all parameters have fresh gradients for a while; afterwards they are as they were."""
     before = [(parameter, parameter.grad, parameter.requires_grad) for parameter in model.parameters()]
     try:
         for parameter, _, _ in before:
@@ -158,7 +182,7 @@ def score(model: nn.Module, importance: Importance, seed: int = 0) -> Parts:
     for ffn in ffns_of(copy):
         group = graph.group(ffn.first, is_output=True)
         hidden.append(Hidden(ffn, graph.kind(group), scorer(group)))
-    stream, why_not = _stream(copy, graph, scorer)
+    stream, why_not = _stream(copy, graph, _scorer(copy, importance, seed, has_norms=True))
     return Parts(stream, tuple(hidden), tuple(heads), why_not)
 
 
@@ -174,7 +198,9 @@ class _Graph:
                 self.graph = tp.DependencyGraph().build_dependency(
                     model,
                     images,
-                    output_transform=lambda answer: [leaf for leaf in tree_leaves(_plain(answer)) if leaf.requires_grad],
+                    output_transform=lambda answer: [
+                        leaf for leaf in tree_leaves(_plain(answer)) if leaf.requires_grad
+                    ],
                     unwrapped_parameters=[(parameter, parameter.ndim - 1) for parameter in self.loose.values()],
                     customized_pruners={},
                     ignored_layers=[],
@@ -209,25 +235,29 @@ def _plain(answer: Any) -> Any:
     return tuple(answer.values()) if isinstance(answer, dict) else answer  # transformers answers with dictionaries
 
 
-def _scorer(model: nn.Module, importance: Importance, seed: int) -> Any:
-    """Return what gives each root entry of a group its score, all of them 1 on average."""
+Scorer = Callable[[Any], Tensor]
+
+
+def _scorer(model: nn.Module, importance: Importance, seed: int, has_norms: bool = False) -> Scorer:
+    """Return what gives each root entry of a group its score; weights of norms count only if they are asked for."""
     if importance == "random":
         generator = torch.Generator().manual_seed(seed)
-        return lambda group: torch.rand(len(group[0].idxs), generator=generator)
+        return lambda group: torch.rand(len(group[0].idxs), generator=generator, dtype=torch.float64)
     if importance == "taylor":
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-    scorer = tp.importance.GroupTaylorImportance() if importance == "taylor" else tp.importance.GroupMagnitudeImportance()
+    methods = {"taylor": tp.importance.GroupTaylorImportance, "l2": tp.importance.GroupMagnitudeImportance}
+    layers = [nn.Linear, nn.Conv2d, nn.LayerNorm] if has_norms else [nn.Linear]
+    scorer = methods[importance](target_types=layers)
     return lambda group: scorer(group).double().cpu().nan_to_num()
 
 
-def _stream(model: nn.Module, graph: _Graph, scorer: Any) -> tuple[Stream | None, str]:
+def _stream(model: nn.Module, graph: _Graph, scorer: Scorer) -> tuple[Stream | None, str]:
     """Return the residual stream, or why it cannot be narrowed."""
     record = known(model)
     if ties := [why for why in record.survey.refusals if why.startswith("attention")]:
         return None, f"{ties[0]}, and it is as wide as the stream"
-    roots = [attention.queries[0] for attention in attentions_of(model)]
-    roots += [h.ffn.first for h in record.survey.handles if h.ffn and not _is_gone(model, h.ffn.first)]
+    roots = _roots(model)
     if not roots:
         return None, "no attention and no FFN is left in it"
     group = graph.group(roots[0], is_output=False)
@@ -240,25 +270,23 @@ def _stream(model: nn.Module, graph: _Graph, scorer: Any) -> tuple[Stream | None
             return None, f"{graph.names.get(target, 'a parameter')} mixes it with something else"
         if isinstance(target, nn.LayerNorm) and target.weight is None:
             norms.append(graph.names[target])
-        places += _places(model, graph, target, graph.is_output(dep))
+        places += _places(graph, target, graph.is_output(dep))
     places += [(name, p.ndim - 1) for name, p in graph.unseen().items() if p.shape[-1] == width]
     attributes = tuple(
-        (path, name)
-        for path, module in model.named_modules()
-        for name in SIZES
-        if vars(module).get(name) == width
+        (path, name) for path, module in model.named_modules() for name in SIZES if vars(module).get(name) == width
     )
     return Stream(scorer(group), tuple(dict.fromkeys(places)), attributes, tuple(norms)), ""
 
 
-def _is_gone(model: nn.Module, path: str) -> bool:
-    try:
-        return not isinstance(model.get_submodule(path), nn.Linear)
-    except AttributeError:
-        return True
+def _roots(model: nn.Module) -> list[str]:
+    """Return linear layers that are given the stream."""
+    there = dict(model.named_modules())
+    ffns = [handle.ffn for handle in known(model).survey.handles if handle.ffn]
+    left = [ffn.first for ffn in ffns if isinstance(there.get(ffn.first), nn.Linear)]
+    return [*(attention.queries[0] for attention in attentions_of(model)), *left]
 
 
-def _places(model: nn.Module, graph: _Graph, target: Any, is_output: bool) -> list[Place]:
+def _places(graph: _Graph, target: Any, is_output: bool) -> list[Place]:
     """Return the axes of the parameters of a layer, or of a parameter by itself, that have the stream's channels."""
     if isinstance(target, nn.Parameter):
         name = next(name for name, parameter in graph.loose.items() if parameter is target)

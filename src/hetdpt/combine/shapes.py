@@ -6,16 +6,18 @@ All that a saved model needs, so Torch-Pruning is not. What is to go is not deci
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import isfinite
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from hetdpt.adapters.anatomy import Handle, Layout, Survey
 from hetdpt.errors import FileError
 from hetdpt.gates import Constant
 from hetdpt.reductions import Widths
+from hetdpt.surgery import RECORD, known
 
 Place = tuple[str, int]
 """A tensor by name, and one of its axes."""
@@ -48,6 +50,34 @@ def cut_(model: nn.Module, cut: Cut) -> nn.Module:
     return model
 
 
+def mark_narrowed_(model: nn.Module, stream: int | None) -> None:
+    """Let a ``known`` model know that its sizes are others now; its anatomy stays that of the model it began with."""
+    record = known(model)
+    survey = record.survey if stream is None else _resized(record.survey, stream)
+    vars(model)[RECORD] = replace(record, survey=survey, is_narrowed=True)
+
+
+def _resized(survey: Survey, width: int) -> Survey:
+    """Return ``survey`` with the stream as wide as it is now."""
+
+    def layout(one: Layout) -> Layout:
+        return replace(one, shape=tuple(width if axis == one.axis else side for axis, side in enumerate(one.shape)))
+
+    def handle(one: Handle) -> Handle:
+        if one.parts is None:
+            return one
+        parts = replace(one.parts, core_layout=layout(one.parts.core_layout), gate_layout=layout(one.parts.gate_layout))
+        return replace(one, parts=parts)
+
+    return replace(survey, handles=tuple(handle(one) for one in survey.handles))
+
+
+def _stream_now(survey: Survey) -> int | None:
+    """Return the channels of the stream; None where they are as many as ever."""
+    width = next(handle.parts.core_layout.width for handle in survey.handles if handle.parts)
+    return width if width != survey.anatomy.width else None
+
+
 def widths_of(model: nn.Module, wide: nn.Module) -> Widths:
     """Return the sizes of ``model`` that differ from those of ``wide``, which has the same modules."""
     shapes = {name: tuple(tensor.shape) for name, tensor in _tensors(wide)}
@@ -61,6 +91,7 @@ def widths_of(model: nn.Module, wide: nn.Module) -> Widths:
             for name, value in _sizes(module).items()
             if _is_alike(value, before := vars(others[path]).get(name)) and value != before
         ),
+        _stream_now(known(model).survey),
     )
 
 
@@ -72,7 +103,11 @@ def reshape_(model: nn.Module, widths: Widths) -> nn.Module:
     tensors, modules = dict(_tensors(model)), dict(model.named_modules())
     for name, shape in widths.shapes:
         old = tensors.get(name)
-        if old is None or old.ndim != len(shape) or not all(0 < new <= was for new, was in zip(shape, old.shape, strict=True)):
+        if (
+            old is None
+            or old.ndim != len(shape)
+            or not all(0 < new <= was for new, was in zip(shape, old.shape, strict=True))
+        ):
             raise _refusal(name, shape, None if old is None else tuple(old.shape))
         path, _, leaf = name.rpartition(".")
         setattr(modules[path], leaf, _like(old, old.new_empty(shape)))
@@ -81,6 +116,7 @@ def reshape_(model: nn.Module, widths: Widths) -> nn.Module:
         if not _is_alike(value, was) or not _is_narrower(value, was):
             raise _refusal(f"{path}.{name}", value, was)
         vars(modules[path])[name] = value
+    mark_narrowed_(model, widths.stream)
     return model
 
 

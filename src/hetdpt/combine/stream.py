@@ -1,4 +1,4 @@
-"""The tokens of a batch between two blocks, and what a method that reduces them is told. Tensors alone: no model here."""
+"""The tokens of a batch between two blocks, and what a method that reduces them is told; no model is known here."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def rows(table: Tensor, numbers: Tensor) -> Tensor:
 
 def destinations(gone: Tensor, into: Tensor, n: int) -> Tensor:
     """Return where each of n tokens (B, n) is once some have ``gone`` (B, r) ``into`` others (B, r); order stays."""
-    stays = gone.new_ones(len(gone), n).scatter(1, gone, torch.zeros_like(gone))
+    stays = gone.new_ones(gone.shape[0], n).scatter(1, gone, torch.zeros_like(gone))
     numbers = stays.cumsum(1) - 1
     return numbers.scatter(1, gone, numbers.gather(1, into))
 
@@ -74,9 +74,9 @@ def merge(stream: Stream, gone: Tensor, into: Tensor) -> Stream:
     tokens, sizes = stream.tokens, stream.weights
     ends = destinations(gone, into, tokens.shape[1])
     left = tokens.shape[1] - gone.shape[1]
-    total = sizes.new_zeros(len(sizes), left).scatter_add(1, ends, sizes)
+    total = sizes.new_zeros(sizes.shape[0], left).scatter_add(1, ends, sizes)
     weighted = tokens.to(sizes.dtype) * sizes[..., None]
-    sums = weighted.new_zeros(len(sizes), left, tokens.shape[2])
+    sums = weighted.new_zeros(sizes.shape[0], left, tokens.shape[2])
     sums = sums.scatter_add(1, ends[..., None].expand_as(weighted), weighted)
     means = (sums / total[..., None]).to(tokens.dtype)
     return replace(stream, tokens=means, sizes=total, places=stream.moved(ends))

@@ -1,38 +1,81 @@
-"""Width pruning of a model that may have lost layers: heads, head dimensions, hidden features, the embedding."""
+"""Width pruning: fewer channels, hidden features, heads and dimensions of heads in a model that may have lost layers.
+
+What goes is decided by isomorphic ranking (Fang et al., 2024): like is compared with like. Nothing is trained here.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Callable, Iterable, Iterator
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
+from operator import length_hint
+from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
+
+from hetdpt.adapters.heads import logits_of
+from hetdpt.combine.choice import Kept, Ratios, choose, cut_of, rescale_
+from hetdpt.combine.refit import Inputs, refit_, watching
+from hetdpt.combine.scores import Importance, Parts, attentions_of, ffns_of, gradients, require_narrowable, score
+from hetdpt.combine.shapes import cut_, mark_narrowed_
+from hetdpt.errors import DataError, ModelError, PlanError, first_line
+from hetdpt.measurement.costs import Costs
+from hetdpt.measurement.speed import measure_throughput
+from hetdpt.modules import checked, clone, evaluating, memory_advice
+from hetdpt.plan import Plan
+from hetdpt.surgery import known, merge_, place_, record_of
+
+Batches = Iterable[Any]
+"""Images (B, C, H, W), or pairs of them and their labels (B,)."""
+Progress = Callable[[str, int, int], None]
+"""Called with (what is done, steps done, steps in all); in all is 0 where nobody knows."""
+PURPOSE = "width pruning"
+IMPORTANCES = ("taylor", "l2", "random")
+TOLERANCE = 0.02  # how far from its target a search may end
+CLOSE = 0.002  # how near it stops
+MOST = 0.95  # of a size goes at most in a search
+SECONDS = 4.0  # of each timing
+SHARES = Ratios(1.0, 1.0, 1.0, 0.5)
 
 
-@dataclass(frozen=True)
-class Ratios:
-    """Which part of each size goes."""
-
-    embedding: float = 0.0
-    hidden: float = 0.0
-    heads: float = 0.0
-    head_dims: float = 0.0
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class WidthConfig:
-    """How width goes."""
+    """How width is pruned."""
 
-    importance: Literal["taylor", "l2", "random"] = "taylor"
+    importance: Importance = "taylor"
+    """``taylor``: |weight * gradient| summed over all that goes together; ``l2``: its norm; ``random``."""
     round_to: int | None = None
-    shares: Ratios = Ratios(1.0, 1.0, 1.0, 0.5)
+    """Channels, hidden features and dimensions of heads become multiples of it."""
+    shares: Ratios = field(default_factory=lambda: SHARES)
+    """How much of each size goes relative to the others where a target is searched for; 0: that size stays."""
     refits: bool = True
+    """Whether layers behind features that go are fitted again, on the images (:mod:`hetdpt.combine.refit`)."""
     seed: int = 0
+    """Of ``random``."""
+
+    def __post_init__(self) -> None:
+        if self.importance not in IMPORTANCES:
+            raise PlanError(f"importance is one of {', '.join(IMPORTANCES)}, not {self.importance!r}")
+        if self.round_to is not None and self.round_to < 1:
+            raise PlanError(f"sizes are rounded to multiples of 1 or more, not {self.round_to}")
+
+
+@dataclass(frozen=True)
+class Tried:
+    """What a model costs, merged, once so much of its width is gone."""
+
+    ratios: Ratios
+    macs: int
+    params: int
+    speedup: float | None = None
+    """Measured; None where nobody has."""
 
 
 @dataclass(frozen=True)
 class Narrowed:
-    """A narrowed model, and what it came to."""
+    """A narrowed model, not merged yet, and what it costs once it is."""
 
     model: nn.Module
     ratios: Ratios
@@ -40,6 +83,26 @@ class Narrowed:
     params: int
     speedup: float | None
     tried: int
+    """How many ratios the search has looked at."""
+
+
+def narrow_(model: nn.Module, ratios: Ratios, config: WidthConfig | None = None, batches: Batches = ()) -> nn.Module:
+    """Take the part ``ratios`` of its width from ``model``, what matters least, and return it.
+
+    ``batches`` are images and labels, for ``taylor`` and for the refit (which needs no labels). Without the refit, and
+    with the embedding as it was, the model computes what it did with the removed pieces set to 0. FFNs that lost their
+    activation and are worth merging keep their hidden features.
+
+    >>> import timm
+    >>> model = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=2, num_classes=10)
+    >>> config = WidthConfig(importance="l2", refits=False)
+    >>> model = narrow_(model, Ratios(embedding=0.25, hidden=0.5), config)
+    >>> model.embed_dim, model(torch.randn(1, 3, 32, 32)).shape
+    (144, torch.Size([1, 10]))
+    """
+    config = config or WidthConfig()
+    seen = _Seen.of(model, config, batches, ratios)
+    return seen.apply_(model, seen.choose(ratios))
 
 
 def narrow_to(
@@ -50,8 +113,258 @@ def narrow_to(
     params: float | None = None,
     speedup: float | None = None,
     config: WidthConfig | None = None,
-    batches: Iterable[tuple[Tensor, Tensor]] = (),
+    batches: Batches = (),
     dense: nn.Module | None = None,
-    progress: Callable[[str, int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> Narrowed:
-    raise NotImplementedError
+    """Return a narrowed copy of ``model`` that meets one target within 2 %, or takes ``ratio`` times the shares.
+
+    It has no more MACs or parameters, and is no slower, than that, where this can be had within 2 % as well.
+    ``macs`` and ``params`` are those of the copy once it is merged, ``speedup`` is measured against ``dense``, the
+    given model by default, the two taking turns. One number is searched for, all sizes following by
+    ``config.shares``; where that is too coarse, hidden features make up the rest. A target out of reach is a
+    ``PlanError`` that says how near one can come.
+    """
+    config = config or WidthConfig()
+    targets = {"ratio": ratio, "macs": macs, "params": params, "speedup": speedup}
+    given = {name: value for name, value in targets.items() if value is not None}
+    if len(given) != 1:
+        raise PlanError(f"give exactly one of ratio, macs, params and speedup, not {', '.join(given) or 'none'}")
+    [(name, target)] = given.items()
+    if not target > 0:
+        raise PlanError(f"{name} must be above 0, not {target}")
+    if not any(config.shares.by_name.values()):
+        raise PlanError("all shares are 0, so that nothing may go; give one of them a share")
+    seen = _Seen.of(model, config, batches, config.shares, progress)
+    search = _Search(model, seen, name, target, dense or model, progress)
+    best = search.look(config.shares.times(target)) if name == "ratio" else search.find(config.shares)
+    narrowed = seen.apply_(deepcopy(model), seen.choose(best.ratios))
+    return Narrowed(narrowed, best.ratios, best.macs, best.params, best.speedup, search.count)
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """What was read off a model once: what each piece of it is worth, and what layers are given."""
+
+    parts: Parts
+    inputs: Inputs
+    config: WidthConfig
+
+    @classmethod
+    def of(
+        cls, model: nn.Module, config: WidthConfig, batches: Batches, ratios: Ratios, progress: Progress | None = None
+    ) -> _Seen:
+        copy = clone(model)
+        if record_of(copy) is None:
+            place_(copy, Plan())
+        require_narrowable(copy)
+        inputs: Inputs = {}
+        with gradients(copy), evaluating(copy):
+            _look(copy, config, batches, _refitted(copy, ratios) if config.refits else [], inputs, progress)
+            parts = score(copy, config.importance, config.seed)
+        return cls(parts, inputs, config)
+
+    def choose(self, ratios: Ratios) -> Kept:
+        return choose(self.parts, ratios, self.config.round_to)
+
+    def apply_(self, model: nn.Module, kept: Kept) -> nn.Module:
+        """Make ``model`` as narrow as ``kept`` says; the model is as it was where that cannot be."""
+        self.costs(model, kept)  # what does not run is refused before anything is changed
+        for layer, indices in self._behind(kept).items():
+            if layer in self.inputs:
+                refit_(_linear(model, layer), indices, self.inputs[layer])
+        return rescale_(self.shrink_(model, kept), self.parts, kept)
+
+    def costs(self, model: nn.Module, kept: Kept) -> Costs:
+        """Return what ``model`` would cost, merged; ``ModelError`` if it would not run at all."""
+        shape = clone(model).to("meta")  # sizes without values
+        try:
+            merged = merge_(self.shrink_(shape, kept))
+            return Costs.of(merged, known(merged).survey.input_size)
+        except (ModelError, RuntimeError) as error:  # sizes do not fit together
+            raise ModelError(
+                f"{type(model).__name__} does not run with the sizes asked for: {first_line(error)}; "
+                "leave out those it cannot lose, the embedding first"
+            ) from error
+
+    def shrink_(self, model: nn.Module, kept: Kept) -> nn.Module:
+        """Do what ``apply_`` does as far as sizes are concerned."""
+        if record_of(model) is None:
+            place_(model, Plan())
+        cut_(model, cut_of(model, self.parts, kept))
+        mark_narrowed_(model, None if kept.stream is None else len(kept.stream))
+        return model
+
+    def _behind(self, kept: Kept) -> dict[str, Tensor]:
+        """Return the layers behind what goes, and which of their inputs stay."""
+        hidden = {self.parts.hidden[number].ffn.second: indices for number, indices in kept.hidden.items()}
+        return hidden | {self.parts.heads[n].attention.out: table.flatten() for n, table in kept.heads.items()}
+
+
+def _linear(model: nn.Module, path: str) -> nn.Linear:
+    layer = model.get_submodule(path)
+    assert isinstance(layer, nn.Linear)
+    return layer
+
+
+def _refitted(model: nn.Module, ratios: Ratios) -> list[str]:
+    """Return the layers that will lose inputs other than the stream's."""
+    behind = [ffn.second for ffn in ffns_of(model)] if ratios.hidden else []
+    return behind + ([one.out for one in attentions_of(model)] if ratios.heads or ratios.head_dims else [])
+
+
+def _look(
+    model: nn.Module,
+    config: WidthConfig,
+    batches: Batches,
+    refitted: list[str],
+    inputs: Inputs,
+    progress: Progress | None,
+) -> None:
+    """Run ``model`` on the images: sum up gradients if they are asked for, and what the ``refitted`` are given."""
+    is_taylor = config.importance == "taylor"
+    if not (is_taylor or refitted):
+        return
+    with watching(model, refitted, inputs), torch.set_grad_enabled(is_taylor):
+        for done, (images, labels) in enumerate(_pairs(model, batches, is_taylor), 1):
+            with memory_advice(f"{len(images)} images at once do not fit in memory; give smaller batches"):
+                answer = model(images)
+                if is_taylor:
+                    _loss(answer, labels).backward()
+            if progress:
+                progress("looking at images", done, length_hint(batches))
+
+
+def _pairs(model: nn.Module, batches: Batches, needs_labels: bool) -> Iterator[tuple[Tensor, Any]]:
+    """Yield images as ``model`` wants them, and their labels."""
+    labels: list[Any] = [None]
+
+    def images() -> Iterator[Any]:
+        for batch in batches:
+            is_pair = isinstance(batch, tuple | list) and len(batch) == 2
+            labels[0] = batch[1] if is_pair else None
+            if needs_labels and labels[0] is None:
+                raise DataError(
+                    "importance 'taylor' needs labels; give batches of (images, labels), or use importance 'l2'"
+                )
+            yield batch[0] if is_pair else batch
+
+    if length_hint(batches, -1) == 0:
+        needs = "importance 'taylor' needs images and labels" if needs_labels else "the refit needs images"
+        instead = "use importance 'l2'" if needs_labels else "leave it out (refits=False)"
+        raise DataError(f"{needs}, but there are none; give batches, or {instead}")
+    for checked_images in checked(images(), model, PURPOSE):
+        yield checked_images, labels[0]
+
+
+def _loss(answer: Any, labels: Tensor) -> Tensor:
+    logits = logits_of(answer)
+    classes = logits.shape[-1]
+    if len(labels) != len(logits) or (
+        not labels.is_floating_point() and not 0 <= int(labels.min()) <= int(labels.max()) < classes
+    ):
+        raise DataError(
+            f"labels are one number from 0 to {classes - 1} for each image, but came {labels.flatten()[:4].tolist()}"
+        )
+    return F.cross_entropy(logits, labels.to(logits.device), reduction="sum")
+
+
+class _Search:
+    """Looks for the ratios that meet a target; remembers all it has tried."""
+
+    def __init__(
+        self, model: nn.Module, seen: _Seen, name: str, target: float, dense: nn.Module, progress: Progress | None
+    ) -> None:
+        self.model, self.seen, self.name, self.target, self.dense = model, seen, name, target, dense
+        self.progress = progress
+        self._found: dict[Any, Tried] = {}
+        """By the sizes that were left."""
+
+    def look(self, ratios: Ratios) -> Tried:
+        """Return what the model costs once ``ratios`` are gone and it is merged."""
+        kept = self.seen.choose(ratios)
+        if (known_one := self._found.get(kept.sizes)) is not None:
+            return known_one
+        costs = self.seen.costs(self.model, kept)
+        found = Tried(ratios, costs.macs, costs.params, self._speedup(kept) if self.name == "speedup" else None)
+        self._found[kept.sizes] = found
+        if self.progress:
+            self.progress("searching", len(self._found), 0)
+        return found
+
+    def _speedup(self, kept: Kept) -> float:
+        narrow = merge_(self.seen.shrink_(clone(self.model), kept))
+        models = {"dense": self.dense, "narrow": narrow}
+        size = known(narrow).survey.input_size
+        return measure_throughput(models, size, runs=50, warmup=2, seconds=SECONDS).speedup["narrow"].value
+
+    def find(self, shares: Ratios) -> Tried:
+        """Return the try nearest to the target; ``PlanError`` if it is not near enough."""
+        whole = self.look(Ratios())
+        if self.excess(whole) < -TOLERANCE:
+            raise PlanError(f"the model has {self.spell(whole)} as it is; {self._wish} asks for more than that")
+        most = MOST / max(shares.by_name.values())
+        self._halve(lambda part: shares.times(part), most)
+        if shares.hidden and not self._is_close(self.best):
+            ratios = self.best.ratios
+            self._halve(lambda part: replace(ratios, hidden=part), MOST)
+        if abs(self.excess(self.best)) > TOLERANCE:
+            raise PlanError(
+                f"{self._wish} cannot be met within {100 * TOLERANCE:.0f} %; the nearest is {self.spell(self.best)}; "
+                "ask for that, or change the shares or what sizes are rounded to"
+            )
+        return self.best
+
+    def _halve(self, ratios: Callable[[float], Ratios], high: float) -> None:
+        """Halve the range from 0 to ``high`` until the target is near, or the range is nothing."""
+        low, steps = 0.0, 8 if self.name == "speedup" else 16
+        if self.excess(self.look(ratios(high))) > 0:
+            return
+        for _ in range(steps):
+            middle = (low + high) / 2
+            found = self.look(ratios(middle))
+            if self._is_close(found):
+                return
+            low, high = (middle, high) if self.excess(found) > 0 else (low, middle)
+
+    def _is_close(self, tried: Tried) -> bool:
+        return -CLOSE <= self.excess(tried) <= 0
+
+    @property
+    def count(self) -> int:
+        """How many it has tried."""
+        return len(self._found)
+
+    @property
+    def best(self) -> Tried:
+        """The nearest to the target, of those that meet it if one of them is near enough."""
+        return min(
+            self._found.values(), key=lambda one: (not -TOLERANCE <= self.excess(one) <= 0, abs(self.excess(one)))
+        )
+
+    def excess(self, tried: Tried) -> float:
+        """Return by which part of the target a try has too much; below 0 too much is gone."""
+        if tried.speedup is not None:
+            return self.target / tried.speedup - 1
+        return float(getattr(tried, self.name)) / self.target - 1
+
+    @property
+    def _wish(self) -> str:
+        return f"{self.name} of {_number(self.target)}"
+
+    def spell(self, tried: Tried) -> str:
+        if tried.speedup is not None:
+            return f"a speedup of {tried.speedup:.3f}"
+        return f"{_number(getattr(tried, self.name))} {self.name}"
+
+
+def _number(value: float) -> str:
+    """Return a number as people write it.
+
+    >>> _number(2.4e9), _number(5.72e6), _number(1.5)
+    ('2.4G', '5.72M', '1.5')
+    """
+    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if value >= size:
+            return f"{value / size:.4g}{unit}"
+    return f"{value:.4g}"

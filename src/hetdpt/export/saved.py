@@ -8,7 +8,7 @@ checkpoint.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from hetdpt.adapters.checkpoints import check_fit
 from hetdpt.adapters.models import Base, base_of, build, create, input_size_of, unfuse_
 from hetdpt.adapters.preprocessing import PREPROCESSING, Preprocessing, preprocessing_of
 from hetdpt.adapters.timm_hub import timm_config
-from hetdpt.combine.shapes import reshape_
+from hetdpt.combine.shapes import reshape_, widths_of
 from hetdpt.combine.tokens import reduce_tokens_
 from hetdpt.errors import FileError, HetDPTError, ModelError
 from hetdpt.export.card import model_card
@@ -62,7 +62,7 @@ class Recipe:
         wants = _preprocessing(model)
         if record is None:
             return cls(base, Plan(), (), (), input_size_of(model), dtype, wants)
-        return cls(
+        recipe = cls(
             base=base,
             plan=record.plan,
             merged=record.merged,
@@ -71,9 +71,9 @@ class Recipe:
             dtype=dtype,
             preprocessing=wants,
             folded_constants=record.folded_constants,
-            widths=record.widths,
             tokens=record.tokens,
         )
+        return replace(recipe, widths=widths_of(model, recipe.build())) if record.is_narrowed else recipe
 
     @classmethod
     def from_dict(cls, values: Any, name: str) -> Recipe:

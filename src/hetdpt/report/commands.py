@@ -11,8 +11,9 @@ from hetdpt.plan import Budget
 from hetdpt.report.run import GOALS, RunRecord
 from hetdpt.runs.stages import CONFIG
 
-SHORT = ("weights", "num_classes", "img_size", "data_root", *GOALS, "method", "samples")
-YES = ("pretrained", "download")
+SHORT = ("weights", "num_classes", "img_size", "data_root", *GOALS, "method", "samples", "tokens")
+LISTS = ("depths", "compare")
+YES = ("pretrained", "download", "plus")
 
 
 @dataclass(frozen=True)
@@ -53,8 +54,9 @@ def _words(record: RunRecord) -> list[str]:
         if config.get(name) is not None:
             words += [f"--{name.replace('_', '-')}", _spell(config[name])]
     words += [f"--{name}" for name in YES if config.get(name)]
-    if config.get("compare"):
-        words += ["--compare", ",".join(map(str, config["compare"]))]
+    for name in LISTS:
+        if config.get(name):
+            words += [f"--{name}", ",".join(map(str, config[name]))]
     return [*words, "--out", str(record.directory)]
 
 

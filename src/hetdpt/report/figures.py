@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from markupsafe import Markup
 
 from hetdpt.report import tables
-from hetdpt.report.pictures import epochs, speed
+from hetdpt.report.pictures import balance, epochs, speed
 from hetdpt.report.pictures.blocks import blocks
 from hetdpt.report.pictures.latency import breakdown, colour_of
 from hetdpt.report.pictures.surface import surface as draw_surface
@@ -44,7 +44,7 @@ def _figure(*draws: Callable[[float], Markup], wide: float = WIDE, signs: Iterab
 def layers(record: RunRecord) -> Figure:
     """Return the blocks, with the layers that went."""
     signs = [Sign("stays" if record.results.select else "can go", _swatch(rectangle(1, 0, 16, 14, "kept", rx=3)))]
-    if record.results.select:
+    if record.results.select and record.results.select.plan.layers:
         gone = rectangle(1, 0, 16, 14, "gone", rx=3), cross(9, 7, "crossed", 3)
         signs.append(Sign("went, with its turn", _swatch(*gone)))
     return _figure(lambda width: blocks(record, width), signs=signs)
@@ -55,12 +55,24 @@ def surface(record: RunRecord) -> Figure:
     fit, allocation = record.results.fit, record.results.allocate
     assert fit is not None
     signs = [Sign("sample", _swatch(cross(9, 7, "sample")))]
-    if allocation:
+    if record.results.budget:
         signs.append(Sign("chosen split", _swatch(circle(9, 7, 5.5, "chosen"))))
     if allocation and allocation.tied:
         signs.append(Sign("the best cannot be told from it", _swatch(rectangle(3, 1.5, 12, 11, "tied", rx=2))))
     signs.append(Sign("beyond the samples: a guess", _swatch(rectangle(2, 1, 14, 12, "hatched"))))
     return _figure(lambda width: draw_surface(record, width), wide=SQUARE, signs=signs)
+
+
+def layers_or_width(record: RunRecord) -> Figure:
+    """Return accuracy and speedup by the number of layers that were tried with width for the rest."""
+    found = record.results.balance
+    assert found is not None
+    signs = [
+        Sign("tried, after brief fine-tuning", _swatch(circle(9, 7, 4, "best"))),
+        Sign("chosen", _swatch(circle(9, 7, 5.5, "chosen"))),
+    ]
+    draws = (lambda width: balance.accuracies(found, width)), (lambda width: balance.speedups(found, width))
+    return _figure(*draws, wide=HALF, signs=signs)
 
 
 def frontier(record: RunRecord) -> Figure:

@@ -4,9 +4,24 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hetdpt.report.results import Analysis, Goal, Measured, Merge, Recovery, Speedup
+from hetdpt.reductions import Tokens
+from hetdpt.report.results import Analysis, Balance, Goal, Measured, Merge, Narrowing, Selection, Speedup
 from hetdpt.report.run import RunRecord
-from hetdpt.report.words import amount, change, counted, interval, layers, milliseconds, percent, short, times, wanted
+from hetdpt.report.words import (
+    amount,
+    change,
+    counted,
+    fewer,
+    interval,
+    layers,
+    milliseconds,
+    percent,
+    short,
+    times,
+    wanted,
+    width,
+    widths,
+)
 
 NAMED = 8  # splits in a sentence
 FAR = 1.5  # times as long as a batch, the sum of its layers is in doubt
@@ -66,13 +81,22 @@ def doubt(measured: Measured) -> str:
 
 def lead(record: RunRecord) -> str:
     """Return what was done, in a sentence or two."""
-    chosen, analysis = record.results.select, record.results.analyse
+    results = record.results
     text = f"The model {record.model} on the data {record.data}"
-    if chosen is None:
+    if results.select is None:
         return f"{text}."
-    gone = layers(len(chosen.plan.attention), len(chosen.plan.activation))
+    text = f"{text} lost {_gone(results.select, results.analyse, results.narrow)}."
+    return f"{text} {reduced(results.reduce)}" if results.reduce else text
+
+
+def _gone(chosen: Selection, analysis: Analysis | None, narrowing: Narrowing | None) -> str:
+    """Return which layers and how much width went."""
+    budget = chosen.plan.budget
+    gone, lost = layers(budget.attention, budget.activation), width(narrowing.ratios) if narrowing else ""
+    if not chosen.plan.layers:
+        return f"{gone}, but {lost}" if lost else gone
     of = f" of {len(analysis.sites)} layers that can go" if analysis else ""
-    return f"{text} lost {gone}{of}, chosen by the method {chosen.method}."
+    return f"{gone}{of}, chosen by the method {chosen.method}{f', and {lost}' if lost else ''}"
 
 
 def tiles(record: RunRecord) -> list[Tile]:
@@ -108,15 +132,48 @@ def goal_line(goal: Goal) -> str:
 def merged(found: Merge) -> str:
     """Return what became of the FFNs whose activation went.
 
-    >>> merged(Merge(1, 0.0)), merged(Merge(5, 0.0))
-    ('1 FFN became one linear layer.', '5 FFNs became one linear layer each.')
+    >>> merged(Merge(0, 0.0)), merged(Merge(1, 0.0)), merged(Merge(5, 0.0))
+    ('No FFN became one linear layer.', '1 FFN became one linear layer.', '5 FFNs became one linear layer each.')
     """
-    return f"{counted(found.merged, 'FFN')} became one linear layer{' each' * (found.merged != 1)}."
+    count = counted(found.merged, "FFN") if found.merged else "No FFN"
+    return f"{count} became one linear layer{' each' * (found.merged > 1)}."
 
 
-def trained(found: Recovery) -> str:
-    """Return how long the fine-tuning was."""
-    return f"After the layers went, the rest was trained for {counted(len(found.epochs) - 1, 'epoch')}."
+def trained(record: RunRecord) -> str:
+    """Return how long the fine-tuning was; empty where there is none yet."""
+    chosen, recovery = record.results.select, record.results.recover
+    if recovery is None:
+        return ""
+    gone = ["the layers"] if chosen is None or chosen.plan.layers else []
+    gone += ["width"] if record.results.narrow else []
+    return f"After {' and '.join(gone)} went, the rest was trained for {counted(len(recovery.epochs) - 1, 'epoch')}."
+
+
+def balanced(found: Balance) -> str:
+    """Return how it was found how many layers go before width does, and why so many."""
+    *others, last = (str(one.layers) for one in found.candidates)
+    tried = f"{', '.join(others)} and {last}" if others else last
+    taken = layers(found.budget.attention, found.budget.activation)
+    return (
+        f"What layers leave of the goal, {wanted(found.target)}, is for width to meet. It was tried with {tried} "
+        f"layers less. What goes is {taken}, since {found.why}. Accuracies are of {found.measured_on}, of which one is "
+        f"{100 / found.images:.2f} points."
+    )
+
+
+def reduced(found: Tokens) -> str:
+    """Return how many tokens go."""
+    return f"Tokens are reduced: {fewer(found)}."
+
+
+def narrowed(found: Narrowing) -> str:
+    """Return which part of each size went, and what is left."""
+    left = f"{amount(found.macs)} MACs and {amount(found.params)} parameters"
+    speed = f", {times(found.speedup)} faster than the dense model" if found.speedup is not None else ""
+    return (
+        f"Of its sizes these parts went, to the nearest whole piece: {widths(found.ratios)}. They were found in "
+        f"{counted(found.tried, 'trial')}, for {wanted(found.target)}; merged, it has {left}{speed}."
+    )
 
 
 def confidence(record: RunRecord) -> list[str]:

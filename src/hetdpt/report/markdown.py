@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 
 from hetdpt.plan import KINDS
 from hetdpt.report.commands import commands, further
-from hetdpt.report.headline import confidence, difference, goal_line, lead, title
+from hetdpt.report.headline import balanced, confidence, difference, goal_line, lead, narrowed, title
 from hetdpt.report.run import RunRecord
-from hetdpt.report.tables import Table, before_and_after, comparison_table, runs_table
+from hetdpt.report.tables import Table, balance_table, before_and_after, comparison_table, runs_table
 from hetdpt.report.words import duration, place, wanted
 
 SPECIAL = re.compile(r"([\\`*_{}\[\]()#|~!<>&])")
@@ -38,6 +38,8 @@ def _run(record: RunRecord, level: int) -> Iterable[str]:
         yield from (*_table(before_and_after(results.measure)), "", _plain(said), "")
     if results.select:
         yield from _layers(record, heading)
+    if results.balance or results.narrow:
+        yield from _width(record, heading)
     if results.compare and results.measure:
         yield from (f"{heading}# Other ways to choose", "", *_table(comparison_table(record)), "")
     if record.warnings:
@@ -61,6 +63,14 @@ def _layers(record: RunRecord, heading: str) -> Iterable[str]:
         yield f"- {kind} of blocks: {', '.join(map(str, getattr(chosen.plan, kind))) or 'none'}"
     yield from (f"- {_plain(text)}" for text in confidence(record)[1:])
     yield ""
+
+
+def _width(record: RunRecord, heading: str) -> Iterable[str]:
+    balance, narrowing = record.results.balance, record.results.narrow
+    yield from (f"{heading}# {'Layers or width' if balance else 'How much width went'}", "")
+    if balance:
+        yield from (_plain(balanced(balance)), "", *_table(balance_table(balance)), "")
+    yield from (_plain(narrowed(narrowing)), "") if narrowing else ()
 
 
 def _how(record: RunRecord, heading: str) -> Iterable[str]:

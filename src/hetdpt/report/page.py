@@ -24,6 +24,7 @@ from hetdpt.report.words import duration, percent, place, wanted
 TITLES = {
     "numbers": "Before and after",
     "layers": "Which layers went",
+    "width": "Layers or width",
     "surface": "Predicted accuracy",
     "frontier": "What other budgets would give",
     "methods": "Other ways to choose",
@@ -94,6 +95,7 @@ def _view(record: RunRecord, key: str, name: str) -> dict[str, Any]:
     parts = {
         "numbers": tables.before_and_after(results.measure) if results.measure else None,
         "layers": figures.layers(record) if results.analyse else None,
+        "width": _width(record) if results.balance or results.narrow else None,
         "surface": figures.surface(record) if results.fit else None,
         "frontier": figures.frontier(record) if results.fit and results.allocate else None,
         "methods": figures.methods(record) if results.measure and results.compare else None,
@@ -101,7 +103,8 @@ def _view(record: RunRecord, key: str, name: str) -> dict[str, Any]:
         "latency": figures.latency(record) if results.measure and results.measure.breakdown else None,
         "how": _how(record),
     }
-    titles = TITLES if results.select else TITLES | {"layers": "Which layers can go"}
+    titles = TITLES | ({} if results.select else {"layers": "Which layers can go"})
+    titles |= {} if results.balance else {"width": "How much width went"}
     measured_on, goal = results.measure or results.analyse, record.summary.goal if record.summary else None
     return {
         "key": key,
@@ -117,7 +120,8 @@ def _view(record: RunRecord, key: str, name: str) -> dict[str, Any]:
         "goal_line": headline.goal_line(goal) if goal else f"Asked for: {wanted(record.goals)}",
         "difference": headline.difference(results.measure) if results.measure else "",
         "merged": headline.merged(results.merge) if results.merge else "",
-        "trained": headline.trained(results.recover) if results.recover else "",
+        "tokens": headline.reduced(results.reduce) if results.reduce else "",
+        "trained": headline.trained(record),
         "kept": KEPT.get(str(record.config.get("keep"))),
         "explained": percent(100 * max(results.fit.explained, 0), 0) if results.fit else "",
         "sure": headline.confidence(record),
@@ -126,6 +130,17 @@ def _view(record: RunRecord, key: str, name: str) -> dict[str, Any]:
         "times": tables.breakdown_table(results.measure) if results.measure else None,
         "sections": {name: titles[name] for name, part in parts.items() if part is not None},
         **parts,
+    }
+
+
+def _width(record: RunRecord) -> dict[str, Any]:
+    balance, narrowing = record.results.balance, record.results.narrow
+    return {
+        "about": headline.balanced(balance) if balance else "",
+        "figure": figures.layers_or_width(record) if balance else None,
+        "table": tables.balance_table(balance) if balance else None,
+        "chosen": balance.chosen if balance else None,
+        "narrowed": headline.narrowed(narrowing) if narrowing else "",
     }
 
 

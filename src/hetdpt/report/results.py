@@ -10,6 +10,7 @@ from typing import Any
 
 from hetdpt.plan import Budget, Kind, Site
 from hetdpt.predictor.prices import Prices
+from hetdpt.reductions import Tokens
 
 
 @dataclass(frozen=True)
@@ -131,12 +132,63 @@ class Allocation:
 
 
 @dataclass(frozen=True)
+class Candidate:
+    """So many layers of each kind gone, and width for the rest of the goal, after a brief fine-tuning."""
+
+    attention: int
+    activation: int
+    predicted: float
+    """The accuracy without these layers and with all its width."""
+    ratios: dict[str, float]
+    """Which part of each size goes."""
+    macs: float
+    params: float
+    start: float
+    """The accuracy before fine-tuning."""
+    accuracy: float
+    speedup: float
+
+    @property
+    def budget(self) -> Budget:
+        return Budget(self.attention, self.activation)
+
+    @property
+    def layers(self) -> int:
+        return self.attention + self.activation
+
+
+@dataclass(frozen=True)
+class Balance:
+    """How much of the goal layers meet, and how much width."""
+
+    target: dict[str, float]
+    candidates: tuple[Candidate, ...]
+    budget: Budget
+    why: str
+    measured_on: str
+    images: int
+
+    @property
+    def chosen(self) -> int:
+        """The place of the candidate that was taken."""
+        return [one.budget for one in self.candidates].index(self.budget)
+
+
+@dataclass(frozen=True)
 class Choice:
     """Which layers go, by the numbers of their blocks."""
 
     attention: tuple[int, ...]
     activation: tuple[int, ...]
     removal: Any = None
+
+    @property
+    def budget(self) -> Budget:
+        return Budget(len(self.attention), len(self.activation))
+
+    @property
+    def layers(self) -> int:
+        return len(self.attention) + len(self.activation)
 
 
 @dataclass(frozen=True)
@@ -152,6 +204,18 @@ class Selection:
     plan: Choice
     picks: tuple[Pick, ...] = ()
     """In the order in which they went."""
+
+
+@dataclass(frozen=True)
+class Narrowing:
+    """Which part of each size went after the layers; costs are those of the merged model."""
+
+    target: dict[str, float]
+    ratios: dict[str, float]
+    macs: float
+    params: float
+    tried: int
+    speedup: float | None = None
 
 
 @dataclass(frozen=True)
@@ -246,12 +310,21 @@ class Results:
     collect: Collection | None = None
     fit: Fit | None = None
     allocate: Allocation | None = None
+    balance: Balance | None = None
     select: Selection | None = None
+    narrow: Narrowing | None = None
     recover: Recovery | None = None
     merge: Merge | None = None
+    reduce: Tokens | None = None
     measure: Measured | None = None
     save: Saved | None = None
     compare: Comparison | None = None
+
+    @property
+    def budget(self) -> Budget | None:
+        """How many layers of each kind go by the predictor, alone or with trials; None where nothing was predicted."""
+        found = self.allocate or self.balance
+        return found.budget if found else None
 
 
 @dataclass(frozen=True)

@@ -7,20 +7,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from hetdpt.reductions import Tokens
 from hetdpt.report.results import (
     Allocation,
     Analysis,
+    Balance,
     Collection,
     Comparison,
     Fit,
     Measured,
     Merge,
+    Narrowing,
     Recovery,
     Saved,
     Selection,
 )
 from hetdpt.report.run import RunRecord
-from hetdpt.report.words import counted, duration, percent, place, times
+from hetdpt.report.words import amount, counted, duration, fewer, percent, place, times, widths
 from hetdpt.runs.alone import is_in_use
 from hetdpt.runs.stages import STAGES, StageRecord
 
@@ -95,14 +98,22 @@ def _outcome(result: object) -> str:
             return f"degree {result.degree}, wrong by {result.mae:.2f} points on average"
         case Allocation(budget=budget):
             return f"{budget.attention} attention + {budget.activation} activation"
+        case Balance(budget=budget):
+            best = percent(result.candidates[result.chosen].accuracy)
+            return f"{budget.attention} attention + {budget.activation} activation, then width: {best}"
         case Selection(plan=plan):
             gone = {"attention": plan.attention, "activation": plan.activation}
-            return ", ".join(f"{kind} {' '.join(map(str, blocks))}" for kind, blocks in gone.items() if blocks)
+            blocks = [f"{kind} {' '.join(map(str, numbers))}" for kind, numbers in gone.items() if numbers]
+            return ", ".join(blocks) or "no layers"
+        case Narrowing(macs=macs, params=params):
+            return f"less {widths(result.ratios)}; {amount(macs)} MACs, {amount(params)} parameters"
         case Recovery(epochs=epochs) if epochs:
             after = f"{percent(epochs[-1].last)} after {counted(epochs[-1].number, 'epoch')}"
             return f"{percent(epochs[0].last)} before, {after}, best {percent(epochs[-1].best)}"
         case Merge(merged=merged):
             return f"{counted(merged, 'FFN')} merged"
+        case Tokens():
+            return fewer(result)
         case Measured():
             return f"{percent(result.pruned.accuracy.top1)}, {times(result.speedup.value)} ({place(result)})"
         case Saved():

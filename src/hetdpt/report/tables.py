@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from hetdpt.plan import Budget
-from hetdpt.report.results import Measured, Row, Side
+from hetdpt.report.results import Balance, Measured, Row, Side
 from hetdpt.report.run import RunRecord
 from hetdpt.report.words import (
     NONE,
+    SIZES,
     amount,
     change,
     interval,
@@ -65,7 +65,7 @@ def compared(record: RunRecord) -> list[Row]:
         speedup=speed.value,
         low=speed.low,
         high=speed.high,
-        note="this run",
+        note="this run, with fewer tokens" if record.results.reduce else "this run",
     )
     return [own, *comparison.rows]
 
@@ -76,7 +76,7 @@ def comparison_table(record: RunRecord) -> Table:
     return names, [
         (
             row.method,
-            short(Budget(len(row.plan.attention), len(row.plan.activation))) if row.plan else NONE,
+            short(row.plan.budget) if row.plan else NONE,
             percent(row.start),
             percent(row.accuracy),
             times(row.speedup),
@@ -86,6 +86,23 @@ def comparison_table(record: RunRecord) -> Table:
             row.note,
         )
         for row in compared(record)
+    ]
+
+
+def balance_table(found: Balance) -> Table:
+    """Return the numbers of layers that were tried with width for the rest, one in a row."""
+    names = ("split", *SIZES.values(), "MACs", "params", "untrained", "accuracy", "speedup")
+    return names, [
+        (
+            f"{short(one.budget)}{', chosen' * (one.budget == found.budget)}",
+            *(percent(100 * one.ratios.get(name, 0.0), 0) for name in SIZES),
+            amount(one.macs),
+            amount(one.params),
+            percent(one.start),
+            percent(one.accuracy),
+            times(one.speedup),
+        )
+        for one in found.candidates
     ]
 
 
@@ -103,7 +120,7 @@ def labels(records: Sequence[RunRecord]) -> list[str]:
 
 def _run_row(name: str, record: RunRecord) -> tuple[str, ...]:
     measured, asked = record.results.measure, wanted(record.goals)
-    about = name, record.model, asked, record.method
+    about = name, record.model, asked, _ways(record)
     if measured is None:
         return *about, *[NONE] * 5, f"not finished: next stage is {record.next_stage}"
     dense, pruned, speed = measured.dense, measured.pruned, measured.speedup
@@ -116,6 +133,13 @@ def _run_row(name: str, record: RunRecord) -> tuple[str, ...]:
         amount(pruned.params),
         place(measured),
     )
+
+
+def _ways(record: RunRecord) -> str:
+    """Return the method by which layers went, and by what else the model was made faster."""
+    others = ["width"] if record.config.get("plus") else []
+    others += [str(tokens)] if (tokens := record.config.get("tokens")) else []
+    return " + ".join([record.method, *others])
 
 
 def breakdown_table(measured: Measured) -> Table:

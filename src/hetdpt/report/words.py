@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import isfinite
 from typing import Any
 
 from hetdpt.plan import Budget
+from hetdpt.reductions import Tokens
 from hetdpt.report.results import Analysis, Measured
 
 NONE = "–"  # where there is no number
 UNITS = ((1e9, " G"), (1e6, " M"), (1e3, " k"))
+SIZES = {"embedding": "embedding", "hidden": "FFN hidden", "heads": "heads", "head_dims": "head dims"}
+"""What the sizes are called whose parts go with width."""
 
 
 def percent(value: float | None, digits: int = 2) -> str:
@@ -121,6 +125,37 @@ def layers(attention: int, activation: int) -> str:
     return " and ".join(counted(count, noun) for noun, count in counts.items() if count) or "no layers"
 
 
+def widths(ratios: Mapping[str, float]) -> str:
+    """Return which part of each size went.
+
+    >>> widths({"embedding": 0.312, "hidden": 0.312, "heads": 0.0, "head_dims": 0.156})
+    'embedding 31 %, FFN hidden 31 %, heads 0 %, head dims 16 %'
+    """
+    return ", ".join(f"{said} {percent(100 * ratios[name], 0)}" for name, said in SIZES.items() if name in ratios)
+
+
+def width(ratios: Mapping[str, float]) -> str:
+    """Return how much of its width a model has lost: that of its embedding or, where that stays, inside its blocks.
+
+    >>> width({"embedding": 0.31, "heads": 0.5}), width({"embedding": 0.0, "heads": 0.5}), width({"heads": 0.0})
+    ('31 % of its width', 'up to 50 % of the width inside its blocks', 'none of its width')
+    """
+    if embedding := ratios.get("embedding"):
+        return f"{percent(100 * embedding, 0)} of its width"
+    most = max(ratios.values(), default=0.0)
+    return f"up to {percent(100 * most, 0)} of the width inside its blocks" if most else "none of its width"
+
+
+def fewer(tokens: Tokens) -> str:
+    """Return how tokens are reduced.
+
+    >>> fewer(Tokens("tome", 8)), fewer(Tokens("gtp", 1, "decreasing"))
+    ('8 tokens fewer after each attention (tome)', '1 token fewer after each attention (gtp, decreasing)')
+    """
+    schedule = "" if tokens.schedule == "constant" else f", {tokens.schedule}"
+    return f"{counted(tokens.r, 'token')} fewer after each attention ({tokens.method}{schedule})"
+
+
 def short(budget: Budget) -> str:
     """Return a split as the pictures call it.
 
@@ -149,11 +184,11 @@ def place(found: Measured | Analysis) -> str:
 def wanted(goals: dict[str, Any]) -> str:
     """Return a goal in words.
 
-    >>> wanted({"layers": 8}), wanted({"speedup": 1.5, "macs": "70%"})
-    ('8 layers go', 'at least 1.5× faster, at most 70% of the MACs')
+    >>> wanted({"layers": 8}), wanted({"layers": 0}), wanted({"speedup": 1.5, "macs": "70%"})
+    ('8 layers go', 'no layers go', 'at least 1.5× faster, at most 70% of the MACs')
     """
     known = {
-        "layers": lambda value: f"{counted(int(value), 'layer')} go{'es' * (value == 1)}",
+        "layers": lambda value: f"{counted(int(value), 'layer') if value else 'no layers'} go{'es' * (value == 1)}",
         "speedup": lambda value: f"at least {value:g}× faster",
         "macs": lambda value: f"at most {_part(value)} MACs",
         "params": lambda value: f"at most {_part(value)} parameters",

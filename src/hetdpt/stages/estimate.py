@@ -12,19 +12,22 @@ import sys
 from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
+from math import inf
 from typing import Any
 
 import torch
 from torch import nn
 
 from hetdpt.collection.tree import DENSE, LETTERS, Node, tree_of
+from hetdpt.combine.width import SECONDS
 from hetdpt.config import RunConfig
 from hetdpt.data.sources import Data
 from hetdpt.entropy import require_offered
 from hetdpt.errors import TrainError
 from hetdpt.measurement.machine import Machine
 from hetdpt.plan import KINDS, Budget, Kind, Plan
-from hetdpt.report.words import counted
+from hetdpt.reductions import read_tokens
+from hetdpt.report.words import counted, fewer, wanted
 from hetdpt.runs.checkpoints import KEPT
 from hetdpt.selection.methods import Method, method_called
 from hetdpt.selection.select import kinds_of
@@ -32,12 +35,14 @@ from hetdpt.stages import trial
 from hetdpt.stages.budget import held_out
 from hetdpt.stages.outcome import ROUNDS, TIMING_SECONDS
 from hetdpt.stages.trial import Training
+from hetdpt.stages.width import BY, PARTS
 from hetdpt.studies import compare_work
 from hetdpt.surgery import known, ready, removable
 from hetdpt.training.processes import start
 
 TABLE, BREAKDOWN, WARMUP, RUNS = 112, 20, 10, 100  # batches: latency_table, latency_breakdown, measure_throughput
 PART = 3  # where the goal is no number of layers, one in so many is taken to go
+RATIOS, TIMED, SEARCH = 10, 20, 50  # ratios tried for a goal, for one that is a speedup; batches that time each
 StageProgress = Callable[[str, int, int], None]
 """Called with what is being done and (steps done, in all)."""
 
@@ -134,7 +139,7 @@ def estimate(
         **asdict(Machine.of(device)),
         **_memory(device),
         layers=forecast.layers,
-        is_guess=config.layers is None and config.budget is None,
+        is_guess=forecast.is_guess,
     )
 
 
@@ -156,9 +161,12 @@ class _Forecast:
         self.blocks, self.sites = known(base).survey.anatomy.blocks, removable(base)
         kinds = [site.kind for site in self.sites]
         self.offered = Budget(kinds.count("attention"), kinds.count("activation"))
-        self.layers = sum(config.budget or ()) or config.layers or max(len(kinds) // PART, 1)
+        self.is_guess = config.layers is None and config.budget is None
+        asked = config.layers if config.budget is None else sum(config.budget)
+        self.layers = max(len(kinds) // PART, 1) if asked is None else asked
         self.weights = sum(tensor.nbytes for tensor in model.state_dict().values())
-        require_offered(self.sites, self._kinds(method_called(config.method)))
+        for count in (self.layers, *self._depths):
+            require_offered(self.sites, self._kinds(method_called(config.method), count))
 
     def stages(self) -> list[StageEstimate]:
         """Return the stages that the run has."""
@@ -170,9 +178,12 @@ class _Forecast:
         work: dict[str, Callable[[], StageEstimate]] = {
             "analyse": self._analyse,
             "collect": self._collect,
+            "balance": self._balance,
             "select": self._select,
+            "narrow": self._narrow,
             "recover": self._recover,
             "merge": self._merge,
+            "reduce": self._reduce,
             "measure": self._measure,
             "save": self._save,
             "compare": self._compare,
@@ -212,10 +223,28 @@ class _Forecast:
             most=left + 2 * self.weights + _checkpoints(training),
         )
 
+    def _balance(self) -> StageEstimate:
+        depths, training, count = self._depths, self._collection, _count(self._held)
+        tried, models = ", ".join(map(str, depths)), 1 + _kept(training)
+        evaluations, left = len(depths) * count * training.evaluations, len(depths) * models * self.weights
+        made = sum(self._selection(method_called(BY), layers)[0] + self._narrowing(layers) for layers in depths)
+        trained = len(depths) * (self._training(training) + models * self._saving) + evaluations * self._evaluation
+        return StageEstimate(
+            stage="balance",
+            text=f"{tried} layers less and width, {_spell(training)} each, measured on {count} images held out",
+            updates=len(depths) * training.updates,
+            evaluations=evaluations,
+            seconds=made + trained + self._timing(1 + len(depths), RUNS, inf),
+            left=left,
+            most=left + _checkpoints(training),
+        )
+
     def _select(self) -> StageEstimate:
-        seconds, training = self._selection(method_called(self.config.method))
+        if not self.layers:
+            return StageEstimate(stage="select", text="no layers: all of the goal is for width to meet")
+        seconds, training = self._selection(method_called(self.config.method), self.layers)
         how = f"a search of {_spell(training)}" if training else f"{self.config.images} training images"
-        about = "about " if self.config.layers is None else ""
+        about = "about " if self.is_guess else ""
         return StageEstimate(
             stage="select",
             text=f"{about}{self.layers} layers by {self.config.method}, {how}",
@@ -224,9 +253,20 @@ class _Forecast:
             most=_checkpoints(training) if training else 0,
         )
 
+    def _narrow(self) -> StageEstimate:
+        config = self.config
+        goals = {"macs": config.macs, "params": config.params, "speedup": config.speedup}
+        goal = wanted({name: value for name, value in goals.items() if value is not None})
+        return StageEstimate(
+            stage="narrow",
+            text=f"width for the rest of the goal, {goal}: {config.images} training images",
+            seconds=self._narrowing(self.layers) + self._saving,
+            left=self.weights,
+        )
+
     def _recover(self) -> StageEstimate:
         training, count = self._recovery, self._validation
-        models = (3 if training.has_average else 2) + Plan(removal=self.config.removal).is_any_fitted
+        models = _kept(training) + (Plan(removal=self.config.removal).is_any_fitted and not self.config.plus)
         return StageEstimate(
             stage="recover",
             text=f"{_spell(training)}, measured on {count} images after each",
@@ -240,6 +280,10 @@ class _Forecast:
     def _merge(self) -> StageEstimate:
         text = "linear layers without an activation between them become one"
         return StageEstimate(stage="merge", text=text, seconds=2 * self._saving, left=self.weights)
+
+    def _reduce(self) -> StageEstimate:
+        text = fewer(read_tokens(self.config.tokens or ""))
+        return StageEstimate(stage="reduce", text=text, seconds=2 * self._saving, left=self.weights)
 
     def _measure(self) -> StageEstimate:
         count = self._validation
@@ -256,7 +300,7 @@ class _Forecast:
     def _compare(self) -> StageEstimate:
         methods = [method_called(name) for name in self.config.compare]
         methods = [method for method in methods if self.layers <= self._most(method)]
-        chosen = [self._selection(method) for method in methods]
+        chosen = [self._selection(method, self.layers) for method in methods]
         searches = [training for _, training in chosen if training]
         evaluations = self._validation * (1 + len(methods) * (self._recovery.evaluations + 1))
         again = self._validation * (1 + len(methods)) * self._evaluation
@@ -274,22 +318,31 @@ class _Forecast:
 
     # what they are made of
 
-    def _kinds(self, method: Method) -> tuple[Kind | None, ...]:
+    @property
+    def _depths(self) -> tuple[int, ...]:
+        """The numbers of layers that are tried with width for the rest."""
+        if not self.config.is_balanced:
+            return ()
+        return self.config.depths or tuple(sorted({round(part * len(self.sites)) for part in PARTS}))
+
+    def _kinds(self, method: Method, layers: int) -> tuple[Kind | None, ...]:
         """Return of which kind each layer is that goes; where a predictor splits the budget, it is cut in half."""
+        if not layers:
+            return ()
         if method.split != "map":
-            return kinds_of(method, self.layers)
+            return kinds_of(method, layers)
         if self.config.budget is not None:
             return kinds_of(method, Budget(*self.config.budget))
-        attention = min(max(self.layers // 2, self.layers - self.offered.activation), self.offered.attention)
-        return kinds_of(method, Budget(attention, self.layers - attention))
+        attention = min(max(layers // 2, layers - self.offered.activation), self.offered.attention)
+        return kinds_of(method, Budget(attention, layers - attention))
 
     def _most(self, method: Method) -> int:
         """Return how many layers a method can take."""
         return len([site for site in self.sites if method.only in (None, site.kind)])
 
-    def _selection(self, method: Method) -> tuple[float, Training | None]:
-        """Return how long a method takes to choose, and the training that is a part of it."""
-        kinds = self._kinds(method)
+    def _selection(self, method: Method, layers: int) -> tuple[float, Training | None]:
+        """Return how long a method takes to choose so many layers, and the training that is a part of it."""
+        kinds = self._kinds(method, layers)
         if method.score == "random":
             return 0.0, None
         if method.score != "importance":
@@ -311,13 +364,25 @@ class _Forecast:
         turn = models * self._batch
         return WARMUP * turn + min(rounds * turn, seconds)
 
+    def _calibration(self, layers: int) -> float:
+        """Return the seconds in which the replacements of so many layers are fitted, one after another."""
+        passes = layers * self.config.images if Plan(removal=self.config.removal).is_any_fitted else 0
+        return passes * self._evaluation
+
+    def _narrowing(self, layers: int) -> float:
+        """Return the seconds in which a model without so many layers is made, and loses width."""
+        search = RATIOS * self._counting
+        if self.config.speedup is not None:
+            search = TIMED * (self._counting + self._timing(2, SEARCH, SECONDS))
+        return self._calibration(layers) + self._width + search
+
     @property
     def _recovering(self) -> float:
-        """The seconds of calibration, fine-tuning and evaluation; replacements are fitted one after another."""
+        """The seconds of calibration, fine-tuning and evaluation; what has lost width is calibrated already."""
         training = self._recovery
-        passes = self.layers * self.config.images if Plan(removal=self.config.removal).is_any_fitted else 0
-        images = self._validation * training.evaluations + passes
-        return self._training(training) + images * self._evaluation + 3 * self._saving
+        calibration = 0.0 if self.config.plus else self._calibration(self.layers)
+        images = self._validation * training.evaluations
+        return calibration + self._training(training) + images * self._evaluation + 3 * self._saving
 
     @cached_property
     def _nodes(self) -> list[Node]:
@@ -352,7 +417,7 @@ class _Forecast:
     def _search(self) -> Training:
         self._tell("the search")
         kinds = next(
-            self._kinds(method)
+            self._kinds(method, self.layers)
             for method in map(method_called, (self.config.method, *self.config.compare))
             if method.score == "importance"
         )
@@ -371,6 +436,11 @@ class _Forecast:
     def _fit(self) -> float:
         self._tell("a calibration")
         return trial.try_fit(self.model, self.data, self.config, self.sites)
+
+    @cached_property
+    def _width(self) -> float:
+        self._tell("the loss of width")
+        return trial.try_narrowing(self.model, self.data, self.config)
 
     @cached_property
     def _evaluation(self) -> float:
@@ -394,6 +464,11 @@ class _Forecast:
 def _count(data: Data) -> int:
     """Return how many images there are to measure on."""
     return len(data.val) if data.val is not None else 0
+
+
+def _kept(training: Training) -> int:
+    """Return how many models a training leaves behind: best, last and, where there is one, the average."""
+    return 3 if training.has_average else 2
 
 
 def _checkpoints(training: Training) -> int:

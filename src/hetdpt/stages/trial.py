@@ -23,8 +23,10 @@ from torch import Tensor, nn
 
 from hetdpt.adapters.preprocessing import preprocessing_of
 from hetdpt.calibration import gate_fitted_
+from hetdpt.combine.width import narrow_to
 from hetdpt.config import RunConfig
 from hetdpt.data.batches import EvaluationBatches
+from hetdpt.data.labelled import LabelledBatches
 from hetdpt.data.sources import Data
 from hetdpt.data.unlabelled import ImageBatches
 from hetdpt.errors import DataError
@@ -43,6 +45,7 @@ from hetdpt.training.trainer import Companion, Progress, State
 PATIENCE = 2.0  # seconds after which a trial is long enough
 UPDATES = 5
 FEW, MORE, MANY = 4, 16, 64  # images
+RATIO = 0.3  # of the width, in a trial
 SMALL = 1 << 28  # bytes of a model that is saved for a trial; what a larger one takes is little beside its training
 
 
@@ -177,6 +180,17 @@ def try_fit(model: nn.Module, data: Data, config: RunConfig, sites: list[Site]) 
         gate_fitted_(deepcopy(model), plan, images, sites=sites)
 
     return _stretched(fit, model, data, config)
+
+
+def try_narrowing(model: nn.Module, data: Data, config: RunConfig) -> float:
+    """Return the seconds in which a part of the width goes, without the search for how much it is to be."""
+    wants = preprocessing_of(model)
+
+    def narrow(images: ImageBatches) -> None:
+        batches = LabelledBatches(data.train, wants, count=images.count, workers=config.workers)
+        narrow_to(model, ratio=RATIO, config=config.width, batches=batches)
+
+    return _stretched(narrow, model, data, config)
 
 
 def _stretched(call: Callable[[ImageBatches], object], model: nn.Module, data: Data, config: RunConfig) -> float:

@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +37,7 @@ from hetdpt.reductions import Tokens
 from hetdpt.report.tokens import draw, write_csv
 from hetdpt.runs.run import share
 from hetdpt.studies.compare_work import write_values
-from hetdpt.surgery import InputSize, record_of, survey_of
+from hetdpt.surgery import InputSize, known, ready, record_of, survey_of
 
 POINTS, SPEED = "points", "speed.json"
 RESULTS, TABLE, FIGURE = "tokens.json", "tokens.csv", "tokens.png"
@@ -137,7 +136,7 @@ class Row:
         return {
             "model": self.model,
             **asdict(self.removed),
-            **asdict(self.tokens),
+            **{name: getattr(self.tokens, name) for name in ("method", "r", "schedule")},
             **asdict(self.point),
             "throughput": timed.value,
             "throughput_spread": timed.spread,
@@ -205,35 +204,31 @@ class Bench:
     ) -> None:
         _require_comparable(models)
         device = find_device(place.device)
-        self.models = {name: model.to(device).eval() for name, model in models.items()}
+        self.models = {name: ready(model.to(device), "plain") for name, model in models.items()}
+        self.digests = {name: digest(model) for name, model in models.items()}
+        if len(set(self.digests.values())) < len(models):
+            raise MeasureError(f"{' and '.join(models)} are not all different models; give each once")
         self.data, self.config, self.place = data, config, place
         self.cases = [Case(name, r) for name in models for r in config.numbers]
-        for case in self.cases:
-            self.reduced(case)  # refuses what cannot be, before anything is measured
-
-    @cached_property
-    def digests(self) -> dict[str, str]:
-        found = {name: digest(model) for name, model in self.models.items()}
-        if len(set(found.values())) < len(found):
-            raise MeasureError(f"{' and '.join(found)} are not all different models; give each once")
-        return found
+        # all at once: they share their weights, and what cannot be is refused before anything is measured
+        self.reduced = {case: self._reduced(case) for case in self.cases}
 
     def key(self, case: Case) -> str:
         """Return its name among files and claims."""
         return f"{self.digests[case.model][:12]}-{case.r}"
 
-    def reduced(self, case: Case) -> nn.Module:
+    def _reduced(self, case: Case) -> nn.Module:
         """Return the model of ``case``, around the very weights of the one that was given."""
         model = self.models[case.model]
         return reduce_tokens_(clone(model), self.config.tokens(case.r)) if case.r else model
 
     def measure(self, case: Case) -> Point:
-        model, place, config = self.reduced(case), self.place, self.config
+        model, place, config = self.reduced[case], self.place, self.config
         size = input_size_of(model)
         costs = Costs.of(model, size)
-        known = tokens_left(model, size), costs.macs, costs.params
+        left = tokens_left(model, size), costs.macs, costs.params
         if self.data is None:
-            return Point(*known)
+            return Point(*left)
         scores = evaluate(
             model,
             self.data,
@@ -243,13 +238,13 @@ class Bench:
             workers=place.workers,
             progress=place.stage(f"{case.model}, r {case.r}: evaluating"),
         )
-        return Point(*known, scores.top1, scores.low, scores.high, scores.count)
+        return Point(*left, scores.top1, scores.low, scores.high, scores.count)
 
     def time(self) -> Speeds:
         """Return how fast all cases are, by key."""
         config = self.config
         timed = measure_throughput(
-            {self.key(case): self.reduced(case) for case in self.cases},
+            {self.key(case): model for case, model in self.reduced.items()},
             batch=config.batch,
             runs=config.runs,
             seconds=config.seconds,
@@ -260,8 +255,7 @@ class Bench:
     def rows(self, points: Mapping[Case, Point], speeds: Speeds) -> list[Row]:
         found = []
         for case in self.cases:
-            record = record_of(self.models[case.model])
-            removed = record.plan.budget if record else Budget(0, 0)
+            removed = known(self.models[case.model]).plan.budget
             measured = points[case], speeds[self.key(case)]
             found.append(Row(case.model, self.config.tokens(case.r), removed, *measured))
         return found
@@ -315,9 +309,10 @@ def _words(tokens: Tokens) -> str:
 def _asked(bench: Bench) -> dict[str, Any]:
     """Return all that decides what a result is, as plain JSON; which results there are to be does not."""
     assert bench.data is not None
-    settings = asdict(bench.config)
-    del settings["r"], settings["batch_size"]
-    return {"model": next(iter(bench.digests.values())), **bench.data.facts, "config": settings}
+    settings, tokens = asdict(bench.config), asdict(bench.config.tokens(0))
+    for name in ("r", "batch_size", "method", "schedule"):
+        del settings[name]
+    return {"model": next(iter(bench.digests.values())), **bench.data.facts, "config": settings, "tokens": tokens}
 
 
 @dataclass(frozen=True)

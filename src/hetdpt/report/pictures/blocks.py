@@ -102,5 +102,7 @@ def _label(record: RunRecord) -> str:
     chosen = record.results.select
     if chosen is None:
         return "blocks of the model, and the layers that can go"
+    if not chosen.plan.layers:
+        return "blocks of the model; no layer is gone"
     gone = (f"{kind} of blocks {', '.join(map(str, getattr(chosen.plan, kind))) or 'none'}" for kind in KINDS)
     return f"blocks of the model; gone: {'; '.join(gone)}"

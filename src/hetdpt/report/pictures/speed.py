@@ -81,7 +81,7 @@ class _Final:
             return None
         if is_timed:
             return cls(measured, measured.speedup.value, (measured.speedup.low, measured.speedup.high))
-        return cls(measured, float(len(chosen.plan.attention) + len(chosen.plan.activation)), (None, None))
+        return cls(measured, float(chosen.plan.layers), (None, None))
 
     @property
     def y(self) -> float:

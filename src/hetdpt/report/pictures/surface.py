@@ -10,7 +10,7 @@ from markupsafe import Markup
 
 from hetdpt.plan import Budget
 from hetdpt.report.pictures.svg import Scale, cross, drawing, mark, rectangle, ring, text
-from hetdpt.report.results import Allocation, Fit, Predicted
+from hetdpt.report.results import Fit, Predicted, Results
 from hetdpt.report.run import RunRecord
 from hetdpt.report.words import interval, percent, times
 
@@ -46,16 +46,16 @@ class _Grid:
 
 def surface(record: RunRecord, width: float) -> Markup:
     """Return predicted accuracy by layers removed, with samples, the chosen split and those it is tied with."""
-    fit, allocation = record.results.fit, record.results.allocate
+    fit, budget = record.results.fit, record.results.budget
     assert fit is not None
     across = 1 + max(cell.attention for cell in fit.surface)
     up = 1 + max(cell.activation for cell in fit.surface)
     grid = _Grid(across, up, min((width - LEFT - 2) / max(across, up), MOST))
     tint = _tint(fit)
-    parts = [_cell(one, fit, grid, tint, allocation) for one in fit.surface]
-    parts += [_tied(row, grid) for row in (allocation.tied if allocation else ())]
-    if allocation:
-        parts.append(ring(*grid.centre(allocation.budget), min(grid.cell / 2.6, 11)))
+    parts = [_cell(one, grid, tint, record.results) for one in fit.surface]
+    parts += [_tied(row, grid) for row in _tied_of(record.results)]
+    if budget:
+        parts.append(ring(*grid.centre(budget), min(grid.cell / 2.6, 11)))
     for one in fit.samples:
         at, size = grid.centre(one.budget), min(grid.cell / 5, 4.5)
         parts += [cross(*at, "sample under", size), cross(*at, "sample", size)]
@@ -72,29 +72,33 @@ def _tint(fit: Fit) -> Scale:
     return Scale(low, high if high > low else low + 1, FAINT, FULL)
 
 
-def _cell(one: Predicted, fit: Fit, grid: _Grid, tint: Scale, allocation: Allocation | None) -> Markup:
+def _tied_of(results: Results) -> tuple[Predicted, ...]:
+    return results.allocate.tied if results.allocate else ()
+
+
+def _cell(one: Predicted, grid: _Grid, tint: Scale, results: Results) -> Markup:
     x, y = grid.corner(one.budget)
     size = grid.cell - min(1.5, grid.cell / 10)
     parts = [rectangle(x, y, size, size, "heat", fill_opacity=tint.clipped(one.predicted))]
     if one.is_beyond:
         parts.append(rectangle(x, y, size, size, "hatched"))
-    return mark("\n".join(_lines(one, fit, allocation)), *parts)
+    return mark("\n".join(_lines(one, results)), *parts)
 
 
-def _lines(one: Predicted, fit: Fit, allocation: Allocation | None) -> Iterator[str]:
+def _lines(one: Predicted, results: Results) -> Iterator[str]:
     yield f"{one.attention} attention + {one.activation} activation removed"
     yield f"predicted {percent(one.predicted)}"
     yield f"95 % interval {interval(one.low, one.high)}"
     if one.speedup is not None:
         yield f"predicted speedup {times(one.speedup)}"
-    for sample in fit.samples:
+    for sample in results.fit.samples if results.fit else ():
         if sample.budget == one.budget:
             yield f"sampled: {percent(sample.accuracy)}"
     if one.is_beyond:
         yield "beyond the samples: a guess"
-    if allocation and allocation.budget == one.budget:
+    if results.budget == one.budget:
         yield "chosen"
-    elif allocation and any(row.budget == one.budget for row in allocation.tied):
+    elif any(row.budget == one.budget for row in _tied_of(results)):
         yield "the best cannot be told from it"
 
 

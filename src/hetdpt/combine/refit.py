@@ -1,0 +1,79 @@
+"""The layer behind features that go takes over what can be told of them from those that stay (beyond the paper).
+
+For a layer y = W x + b that keeps the inputs k and loses r, the map of x_k closest to W_r x_r over some images is added
+to W_k, b. It is found in closed form from the moments of x in the model before anything is cut; labels are not needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hetdpt.errors import ModelError
+from hetdpt.fold import Moments, exact, fit_linear
+
+FOLDS = 2  # parts of the images, each held out once to choose the ridge
+
+Inputs = dict[str, list[Moments]]
+"""Moments of what layers are given, by their paths, for each part of the images."""
+
+
+@contextmanager
+def watching(model: nn.Module, paths: Iterable[str], inputs: Inputs) -> Iterator[None]:
+    """Let ``inputs`` take in what the linear layers at ``paths`` are given meanwhile: (images, tokens, F)."""
+    with ExitStack() as stack:
+        for path in paths:
+            hook = model.get_submodule(path).register_forward_pre_hook(partial(_take_in, path, inputs))
+            stack.callback(hook.remove)
+        yield
+
+
+def _take_in(path: str, inputs: Inputs, _: nn.Module, args: Any) -> None:
+    x = args[0].detach()
+    if not x.isfinite().all():
+        raise ModelError(f"{path} is given values that are not finite; check the weights, or use float32")
+    folds = inputs.setdefault(path, [Moments(x.shape[-1], 0) for _ in range(FOLDS)])
+    for number, fold in enumerate(folds):
+        rows = x[number::FOLDS].flatten(0, -2)  # (n, F)
+        fold.add(rows, rows[:, :0], rows.new_ones(len(rows)))
+
+
+@torch.no_grad()
+def refit_(layer: nn.Linear, kept: Tensor, inputs: list[Moments]) -> None:
+    """Make ``layer`` give, from the inputs ``kept`` alone, what it gave from all, as well as can be.
+
+    On the images seen the squared error of its output is at most that of leaving the others out. The layer keeps its
+    shape and gets tensors of its own.
+    """
+    kept = kept.to(layer.weight.device)
+    gone = torch.ones(layer.in_features, dtype=torch.bool, device=kept.device).index_fill(0, kept, False)
+    lost = gone.nonzero().flatten()
+    if not len(lost):
+        return
+    weight = exact(layer.weight).clone()
+    moments = [_of_lost(fold, weight[:, lost], kept, lost, layer.bias is not None) for fold in inputs if fold.weight]
+    fit = fit_linear(moments)
+    weight[:, kept] += fit.weight
+    layer.weight = nn.Parameter(weight.to(layer.weight), layer.weight.requires_grad)
+    if layer.bias is not None:
+        bias = (exact(layer.bias) + fit.bias).to(layer.bias)
+        layer.bias = nn.Parameter(bias, layer.bias.requires_grad)
+
+
+def _of_lost(inputs: Moments, weight: Tensor, kept: Tensor, lost: Tensor, has_bias: bool) -> Moments:
+    """Return the moments of x_k and of W_r x_r; without a bias those about 0, so that the fit has none either."""
+    xx, mean = inputs.xx, inputs.mean_x
+    if not has_bias:
+        xx, mean = xx + inputs.weight * torch.outer(mean, mean), torch.zeros_like(mean)
+    found = Moments(len(kept), len(weight))
+    found.weight = inputs.weight
+    found.mean = torch.cat([mean[kept], weight @ mean[lost]])
+    found.xx = xx[kept][:, kept]
+    found.xy = xx[kept][:, lost] @ weight.T
+    found.yy = ((weight @ xx[lost][:, lost]) * weight).sum()
+    return found
