@@ -135,7 +135,7 @@ def test_layers_or_width_takes_as_many_updates_evaluations_and_models(dense: nn.
     assert [one.stage for one in expected.stages] == list(asked.stages)
     run(asked, inputs=(dense, DATA), until="narrow", watch=lambda event: told.update([event.text]))
     found, held = stage(expected, "balance"), len(hold_out(DATA).val or ())
-    assert found.updates == told["0 layers less"] + told["1 layers less"] == 2 * 5
+    assert found.updates == told["0 layers less"] + told["1 layer less"] == 2 * 5
     assert found.evaluations == 2 * 2 * held
     assert found.text == f"0, 1 layers less and width, 1 epoch of 5 updates each, measured on {held} images held out"
     for name in ("balance", "narrow"):
@@ -156,7 +156,7 @@ def test_all_of_the_goal_may_be_for_width_to_meet(dense: nn.Module) -> None:
 
 
 def test_numbers_of_layers_that_a_model_does_not_have_are_refused(dense: nn.Module) -> None:
-    with pytest.raises(PlanError, match="this model has 3 to be removed"):
+    with pytest.raises(PlanError, match="depths has 7 layers, but this model has 6 that can go"):
         estimate(config(Path("nowhere"), **PLUS, depths=(0, 7)), dense, DATA)
 
 

@@ -20,6 +20,7 @@ import test_cli
 import test_training_cli
 import torch
 import transformers
+from run_directories import USUAL
 from test_cli import SCRIPT, Run
 
 import hetdpt
@@ -38,7 +39,6 @@ from hetdpt.stages.summary import Summary
 from hetdpt.surgery import known
 
 run = test_cli.run  # the fixture
-USUAL = tuple(name for name in STAGES if name not in ("balance", "narrow", "reduce"))
 SMALL = {"training.epochs": 1, "training.batch_size": 8, "training.lr": 5e-4, "per_class": 4}
 CHANGES = {f"{part}.{name}": value for part in ("collection", "search", "recovery") for name, value in SMALL.items()}
 
@@ -275,9 +275,7 @@ class TestOtherWays:
         found: list[Event] = []
         config = asked(home, out=tmp_path / "run", method="random", rounds=None, compare=[])
         summary = hetdpt.run(config, watch=found.append)
-        assert kinds(found, "done") == [
-            name for name in USUAL if name not in ("collect", "fit", "allocate", "compare")
-        ]
+        assert kinds(found, "done") == [name for name in USUAL if name not in ("collect", "fit", "allocate", "compare")]
         assert sum(summary.budget.values()) == 2
 
     def test_samples_may_be_given(self, home: Path, done: Path, tmp_path: Path) -> None:
@@ -363,11 +361,14 @@ class TestOtherWays:
         assert "attention-only is not compared: 4 layers go, and there are 3 that it could take" in summary.warnings
         assert "map+te is not compared: there are no samples to split its budget by" in summary.warnings
 
-    def test_width_goes_after_layers_until_the_goal_is_met(self, home: Path, tmp_path: Path) -> None:
+    def test_width_goes_after_layers_until_the_goal_is_met(self, home: Path, done: Path, tmp_path: Path) -> None:
         dense, found = hetdpt.load(home / "dense"), list[Event]()
-        config = asked(home, out=tmp_path / "run", plus=True, layers=None, macs="60%", compare=[], depths=[0, 2])
+        samples = {"samples": stage_directory(done, "collect") / "work", "rounds": None}
+        goal = {"plus": True, "layers": None, "macs": "60%", "depths": [0, 2], "compare": []}
+        config = asked(home, out=tmp_path / "run", **samples, **goal)
         summary = hetdpt.run(config, watch=found.append)
-        assert kinds(found, "done") == [name for name in STAGES if name not in ("allocate", "reduce", "compare")]
+        without = ("collect", "allocate", "reduce", "compare")
+        assert kinds(found, "done") == [name for name in STAGES if name not in without]
         balance, narrowed = (StageRecord.read(stage_directory(config.out, n)).result for n in ("balance", "narrow"))
         assert [sum(one[kind] for kind in ("attention", "activation")) for one in balance["candidates"]] == [0, 2]
         assert summary.budget == balance["budget"]

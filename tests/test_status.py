@@ -73,7 +73,7 @@ WORDS = {
     "allocate": "2 attention + 1 activation",
     "balance": "2 attention + 1 activation, then width: 96.50 %",
     "select": "attention 1 3, activation 2",
-    "narrow": "less embedding 31 %, FFN hidden 31 %, heads 31 %, head dims 16 %; 31.9 M MACs, 497 k parameters",
+    "narrow": "less embedding 31 %, hidden 31 %, heads 31 %, head dims 16 %; 31.9 M MACs, 497 k parameters",
     "recover": "90.00 % before, 97.00 % after 2 epochs, best 97.20 %",
     "merge": "1 FFN merged",
     "reduce": "8 tokens fewer after each attention (tome)",

@@ -241,6 +241,10 @@ def test_the_figure_says_what_it_shows(whole: Path, tmp_path: Path) -> None:
             ("--r", "2", "--beside", "demo", "--data", "demo", "--out", "RUN"),
             "demo and demo were given, but each model can be compared but once",
         ),
+        (
+            ("--r", "0,2", "--data", "demo", "--out", "RUN", "--fraction", "7"),
+            "a fraction of the images is above 0 and at most 1, not 7.0",
+        ),
     ],
 )
 def test_bad_options(options: tuple[str, ...], text: str, run: Run, tmp_path: Path) -> None:
@@ -264,7 +268,7 @@ def test_an_unknown_method_or_schedule_is_refused() -> None:
 
 def test_something_else_is_not_mixed_in(whole: Path, models: dict[str, nn.Module]) -> None:
     before = (whole / "tokens.json").read_text()
-    with pytest.raises(FileError, match='was begun with tokens.schedule = "constant", not "decreasing"'):
+    with pytest.raises(FileError, match='was begun with config.schedule = "constant", not "decreasing"'):
         list(tokens_into(whole, models, DATA, config(schedule="decreasing")))
     with pytest.raises(FileError, match="was begun with model ="):
         list(tokens_into(whole, {"pruned": models["pruned"]}, DATA, config()))

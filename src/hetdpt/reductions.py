@@ -37,6 +37,7 @@ class Widths:
 TOKEN_PAPERS = {"tome": "https://arxiv.org/abs/2210.09461", "gtp": "https://arxiv.org/abs/2311.03035"}
 """The methods that reduce tokens, and where they are from."""
 SCHEDULES = ("constant", "decreasing")
+GTP_OPTIONS = ("alpha", "neighbours", "sparsity")
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class Tokens:
     """Tokens that go in each such block, on average; 0 leaves the model as it is."""
     schedule: str = "constant"
     """``constant``, or ``decreasing``: from 2 r in the first such block to 0 in the last."""
-    alpha: float = 0.1
+    alpha: float = 0.2
     """How much of a token that goes its neighbours take in; of ``gtp`` alone, as all that follows."""
     neighbours: int = 8
     """Most similar tokens that one is linked to, besides those beside it in the image."""
@@ -74,7 +75,7 @@ class Tokens:
                 f"alpha and sparsity are from 0 to 1, sparsity above 0, and neighbours are a whole number, not "
                 f"{self.alpha!r}, {self.sparsity!r} and {self.neighbours!r}"
             )
-        given = [name for name in ("alpha", "neighbours", "sparsity") if getattr(self, name) != getattr(Tokens, name)]
+        given = [name for name in GTP_OPTIONS if getattr(self, name) != getattr(Tokens, name)]
         if given and self.method != "gtp":
             raise PlanError(f"{given[0]} is an option of gtp, and {self.method} has none; leave it out")
 

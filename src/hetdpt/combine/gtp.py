@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hetdpt.combine.stream import Seen, Stream, destinations, rows
+from hetdpt.errors import ModelError
 from hetdpt.reductions import Tokens
 
 
@@ -66,6 +67,11 @@ def links(patches: Tensor, grid: tuple[int, int], neighbours: int) -> Tensor:
 
     A patch is linked to the 8 around it in the image, and to the ``neighbours`` with the largest cosine.
     """
+    if patches.shape[1] != grid[0] * grid[1]:
+        raise ModelError(
+            f"gtp was to reduce the tokens of {grid[0]} x {grid[1]} patches, but there are {patches.shape[1]}; "
+            "give images of the size the model was prepared for, or use tome"
+        )
     alike = F.normalize(patches.float(), dim=-1)
     cosines = alike @ alike.mT - 3 * torch.eye(patches.shape[1], device=patches.device)  # never itself
     chosen = cosines.topk(min(neighbours, patches.shape[1] - 1), dim=-1).indices

@@ -113,9 +113,7 @@ def require_narrowable(model: nn.Module) -> None:
     for attention in attentions_of(model):
         for norm in attention.norms:
             if getattr(model.get_submodule(norm), "weight", None) is None:
-                raise ModelError(
-                    f"{norm} has no weight to take in what the scale of the attention loses; none is known"
-                )
+                raise ModelError(f"{norm} has no weight that could take in a change of scale; leave its model as wide")
     for handle in record.survey.handles:
         is_left = handle.site.kind == "activation" and not record.plan.removes(handle.site)
         if is_left and (handle.ffn is None or not isinstance(model.get_submodule(handle.ffn.first), nn.Linear)):
@@ -139,8 +137,8 @@ def ffns_of(model: nn.Module) -> list[Ffn]:
     would cost rank and save nothing.
     """
     record = known(model)
-    handles = [handle for handle in record.survey.handles if handle.ffn]
-    return [h.ffn for h in handles if h.ffn and (not record.plan.removes(h.site) or _stays_two(model, h.ffn))]
+    pairs = [(handle.site, handle.ffn) for handle in record.survey.handles if handle.ffn]
+    return [ffn for site, ffn in pairs if not record.plan.removes(site) or _stays_two(model, ffn)]
 
 
 def _stays_two(model: nn.Module, ffn: Ffn) -> bool:
@@ -198,9 +196,7 @@ class _Graph:
                 self.graph = tp.DependencyGraph().build_dependency(
                     model,
                     images,
-                    output_transform=lambda answer: [
-                        leaf for leaf in tree_leaves(_plain(answer)) if leaf.requires_grad
-                    ],
+                    output_transform=_tensors,
                     unwrapped_parameters=[(parameter, parameter.ndim - 1) for parameter in self.loose.values()],
                     customized_pruners={},
                     ignored_layers=[],
@@ -231,8 +227,10 @@ class _Graph:
         return {name: parameter for name, parameter in self.loose.items() if id(parameter) not in seen}
 
 
-def _plain(answer: Any) -> Any:
-    return tuple(answer.values()) if isinstance(answer, dict) else answer  # transformers answers with dictionaries
+def _tensors(answer: Any) -> list[Tensor]:
+    """Return what a model answered with, as a list."""
+    plain = tuple(answer.values()) if isinstance(answer, dict) else answer  # transformers answers with dictionaries
+    return [leaf for leaf in tree_leaves(plain) if isinstance(leaf, Tensor) and leaf.requires_grad]
 
 
 Scorer = Callable[[Any], Tensor]

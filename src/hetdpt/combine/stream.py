@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+
+from hetdpt.reductions import Tokens
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,17 @@ class Seen:
     """(B, heads, n, d)."""
     map: Tensor | None
     """(B, heads, n, n): who looks at whom, where the method wants to know."""
+
+
+@dataclass(frozen=True)
+class TokenMethod:
+    """A row of the table of methods."""
+
+    reduce: Callable[[Stream, Seen, int, Tokens], Stream]
+    """Returns the stream with so many tokens fewer."""
+    paper: str
+    needs_map: bool = False
+    """Whether it looks at the attention map, which is then computed as such."""
 
 
 def rows(table: Tensor, numbers: Tensor) -> Tensor:

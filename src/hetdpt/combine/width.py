@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
+from math import inf
 from operator import length_hint
 from typing import Any
 
@@ -34,7 +35,7 @@ Progress = Callable[[str, int, int], None]
 PURPOSE = "width pruning"
 IMPORTANCES = ("taylor", "l2", "random")
 TOLERANCE = 0.02  # how far from its target a search may end
-CLOSE = 0.002  # how near it stops
+CLOSE = 0.005  # how near it stops
 MOST = 0.95  # of a size goes at most in a search
 SECONDS = 4.0  # of each timing
 SHARES = Ratios(1.0, 1.0, 1.0, 0.5)
@@ -131,8 +132,8 @@ def narrow_to(
     if len(given) != 1:
         raise PlanError(f"give exactly one of ratio, macs, params and speedup, not {', '.join(given) or 'none'}")
     [(name, target)] = given.items()
-    if not target > 0:
-        raise PlanError(f"{name} must be above 0, not {target}")
+    if not 0 < target <= (1 if name == "ratio" else inf):
+        raise PlanError(f"{name} must be above 0{' and at most 1' if name == 'ratio' else ''}, not {target}")
     if not any(config.shares.by_name.values()):
         raise PlanError("all shares are 0, so that nothing may go; give one of them a share")
     seen = _Seen.of(model, config, batches, config.shares, progress)
@@ -258,13 +259,13 @@ def _pairs(model: nn.Module, batches: Batches, needs_labels: bool) -> Iterator[t
 
 
 def _loss(answer: Any, labels: Tensor) -> Tensor:
+    """Return the cross-entropy, summed over images, so that batches of any size count as much as they hold."""
     logits = logits_of(answer)
     classes = logits.shape[-1]
-    if len(labels) != len(logits) or (
-        not labels.is_floating_point() and not 0 <= int(labels.min()) <= int(labels.max()) < classes
-    ):
+    if len(labels) != len(logits) or not bool(((labels >= 0) & (labels < classes)).all()):
         raise DataError(
-            f"labels are one number from 0 to {classes - 1} for each image, but came {labels.flatten()[:4].tolist()}"
+            f"labels are one number from 0 to {classes - 1} for each of {len(logits)} images, but came "
+            f"{labels.tolist()[:4]}; were they made for another model?"
         )
     return F.cross_entropy(logits, labels.to(logits.device), reduction="sum")
 

@@ -91,16 +91,16 @@ def comparison_table(record: RunRecord) -> Table:
 
 def balance_table(found: Balance) -> Table:
     """Return the numbers of layers that were tried with width for the rest, one in a row."""
-    names = ("split", *SIZES.values(), "MACs", "params", "untrained", "accuracy", "speedup")
+    names = ("split", "untrained", "accuracy", "speedup", "MACs", "params", *SIZES.values())
     return names, [
         (
-            f"{short(one.budget)}{', chosen' * (one.budget == found.budget)}",
-            *(percent(100 * one.ratios.get(name, 0.0), 0) for name in SIZES),
-            amount(one.macs),
-            amount(one.params),
+            f"{short(one.budget)}{' ✓' * (one.budget == found.budget)}",
             percent(one.start),
             percent(one.accuracy),
             times(one.speedup),
+            amount(one.macs),
+            amount(one.params),
+            *(percent(100 * one.ratios.get(name, 0.0), 0) for name in SIZES),
         )
         for one in found.candidates
     ]

@@ -12,7 +12,7 @@ from hetdpt.report.results import Analysis, Measured
 
 NONE = "–"  # where there is no number
 UNITS = ((1e9, " G"), (1e6, " M"), (1e3, " k"))
-SIZES = {"embedding": "embedding", "hidden": "FFN hidden", "heads": "heads", "head_dims": "head dims"}
+SIZES = {"embedding": "embedding", "hidden": "hidden", "heads": "heads", "head_dims": "head dims"}
 """What the sizes are called whose parts go with width."""
 
 
@@ -129,7 +129,7 @@ def widths(ratios: Mapping[str, float]) -> str:
     """Return which part of each size went.
 
     >>> widths({"embedding": 0.312, "hidden": 0.312, "heads": 0.0, "head_dims": 0.156})
-    'embedding 31 %, FFN hidden 31 %, heads 0 %, head dims 16 %'
+    'embedding 31 %, hidden 31 %, heads 0 %, head dims 16 %'
     """
     return ", ".join(f"{said} {percent(100 * ratios[name], 0)}" for name, said in SIZES.items() if name in ratios)
 

@@ -12,7 +12,6 @@ import sys
 from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from math import inf
 from typing import Any
 
 import torch
@@ -35,7 +34,8 @@ from hetdpt.stages import trial
 from hetdpt.stages.budget import held_out
 from hetdpt.stages.outcome import ROUNDS, TIMING_SECONDS
 from hetdpt.stages.trial import Training
-from hetdpt.stages.width import BY, PARTS
+from hetdpt.stages.width import BY, depths_of
+from hetdpt.stages.width import TIMING_SECONDS as BALANCE_SECONDS
 from hetdpt.studies import compare_work
 from hetdpt.surgery import known, ready, removable
 from hetdpt.training.processes import start
@@ -234,7 +234,7 @@ class _Forecast:
             text=f"{tried} layers less and width, {_spell(training)} each, measured on {count} images held out",
             updates=len(depths) * training.updates,
             evaluations=evaluations,
-            seconds=made + trained + self._timing(1 + len(depths), RUNS, inf),
+            seconds=made + trained + self._timing(1 + len(depths), RUNS, BALANCE_SECONDS),
             left=left,
             most=left + _checkpoints(training),
         )
@@ -323,7 +323,7 @@ class _Forecast:
         """The numbers of layers that are tried with width for the rest."""
         if not self.config.is_balanced:
             return ()
-        return self.config.depths or tuple(sorted({round(part * len(self.sites)) for part in PARTS}))
+        return depths_of(self.config, len(self.sites))
 
     def _kinds(self, method: Method, layers: int) -> tuple[Kind | None, ...]:
         """Return of which kind each layer is that goes; where a predictor splits the budget, it is cut in half."""

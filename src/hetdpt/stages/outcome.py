@@ -61,7 +61,7 @@ def measure(task: Task) -> Result:
 
 
 def final_model(task: Task) -> nn.Module:
-    """Return the pruned and merged model, its tokens reduced where that was asked for, on the device of the dense one."""
+    """Return the pruned and merged model, its tokens reduced if that was asked for, on the dense one's device."""
     is_reduced = task.config.tokens is not None
     folder = task.work_of("reduce") / REDUCED if is_reduced else task.work_of("merge") / MERGED
     return load(folder).to(next(task.model.parameters()).device)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from copy import deepcopy
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from math import sqrt
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from torch import nn
 
 from hetdpt.adapters.preprocessing import preprocessing_of
 from hetdpt.combine.width import Narrowed, narrow_to
+from hetdpt.config import RunConfig
 from hetdpt.data.labelled import LabelledBatches
 from hetdpt.data.sources import Data
 from hetdpt.errors import PlanError
@@ -23,6 +24,7 @@ from hetdpt.measurement.speed import measure_throughput
 from hetdpt.plan import KINDS, Budget, Plan
 from hetdpt.predictor.allocate import Split
 from hetdpt.predictor.allocate import allocate as split_budget
+from hetdpt.report.results import Candidate
 from hetdpt.report.words import counted
 from hetdpt.runs.asked import read_json
 from hetdpt.runs.run import SUMMARY
@@ -33,29 +35,9 @@ from hetdpt.stages.task import Result, Task
 from hetdpt.surgery import known, merge_
 
 PARTS = (0, 1 / 6, 1 / 3, 1 / 2)  # of the layers that can go, tried by default
+TIMING_SECONDS = 20.0  # at most, all candidates in turns
 BY = "map+te"  # the method that chooses layers for a trial
 START, BRIEF, FOUND = "start", "brief", "narrowed.json"
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A number of layers that go, width for the rest of the goal, and what a brief fine-tuning came to."""
-
-    attention: int
-    activation: int
-    predicted: float
-    """The accuracy without these layers and with all its width, by the predictor."""
-    ratios: dict[str, float]
-    """Which part of each size goes."""
-    macs: float
-    params: float
-    start: float
-    accuracy: float
-    speedup: float
-
-    @property
-    def layers(self) -> int:
-        return self.attention + self.activation
 
 
 def balance(task: Task) -> Result:
@@ -115,10 +97,7 @@ def _spell(candidate: Candidate) -> str:
 def _splits(task: Task) -> list[Split]:
     """Return the best split of each number of layers that is to be tried, as far as they leave something to width."""
     prices, predictor, target = prices_of(task.results["analyse"]), predictor_of(task), _target(task)
-    most = sum(prices.count(kind) for kind in KINDS)
-    asked = task.config.depths or sorted({round(part * most) for part in PARTS})
-    if too_many := [count for count in asked if count > most]:
-        raise PlanError(f"depths has {too_many[0]} layers, but this model has {most} that can go; ask for fewer")
+    asked = depths_of(task.config, sum(prices.count(kind) for kind in KINDS))
     splits = [split_budget(predictor, layers=count, prices=prices).best for count in asked]
     left = [split for split in splits if not _is_met(split, target)]
     if not left:
@@ -127,6 +106,14 @@ def _splits(task: Task) -> list[Split]:
             "try fewer layers (depths)"
         )
     return left
+
+
+def depths_of(config: RunConfig, most: int) -> tuple[int, ...]:
+    """Return the numbers of layers to try where ``most`` can go."""
+    asked = config.depths or tuple(sorted({round(part * most) for part in PARTS}))
+    if too_many := [count for count in asked if count > most]:
+        raise PlanError(f"depths has {too_many[0]} layers, but this model has {most} that can go; ask for fewer")
+    return asked
 
 
 def _is_met(split: Split, target: dict[str, float]) -> bool:
@@ -158,7 +145,7 @@ def _try(task: Task, split: Split, held: Data) -> dict[str, Any]:
         device=config.device,
         workers=config.workers,
         minutes=config.minutes,
-        watch=lambda now: task.progress(f"{split.layers} layers less", now.update, now.updates),
+        watch=lambda now: task.progress(f"{counted(split.layers, 'layer')} less", now.update, now.updates),
     )
     for _ in epochs:
         pass
@@ -175,7 +162,9 @@ def _speedups(task: Task, splits: Sequence[Split]) -> list[float]:
     for split in splits:
         models[str(split)] = merge_(load(_folder(task, split.budget) / BRIEF / "last").to(device))
     size = known(models[str(splits[0])]).survey.input_size
-    found = measure_throughput(models, size, batch=task.config.batch, progress=task.part("timing in turns"))
+    found = measure_throughput(
+        models, size, batch=task.config.batch, seconds=TIMING_SECONDS, progress=task.part("timing in turns")
+    )
     return [found.speedup[str(split)].value for split in splits]
 
 

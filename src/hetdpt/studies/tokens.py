@@ -13,20 +13,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter
 from torch import Tensor, nn
 
-from hetdpt.adapters.models import input_size_of
+from hetdpt.adapters.models import input_size_of, num_classes_of
 from hetdpt.adapters.trace import dry_run
 from hetdpt.claims import Claim, Job, work
 from hetdpt.collection.work import CLAIMS, Workplace
 from hetdpt.combine.tokens import reduce_tokens_
+from hetdpt.data.fit import check_classes
 from hetdpt.data.sources import Data, open_data
-from hetdpt.errors import FileError, MeasureError, ModelError, PlanError, first_line
+from hetdpt.data.subset import subset
+from hetdpt.errors import DataError, FileError, MeasureError, ModelError, PlanError, first_line
 from hetdpt.files import written
 from hetdpt.measurement.accuracy import BATCH, evaluate
 from hetdpt.measurement.costs import Costs
@@ -208,7 +210,8 @@ class Bench:
         self.digests = {name: digest(model) for name, model in models.items()}
         if len(set(self.digests.values())) < len(models):
             raise MeasureError(f"{' and '.join(models)} are not all different models; give each once")
-        self.data, self.config, self.place = data, config, place
+        self.data = _chosen(data, config, self.models) if data else None
+        self.config, self.place = config, place
         self.cases = [Case(name, r) for name in models for r in config.numbers]
         # all at once: they share their weights, and what cannot be is refused before anything is measured
         self.reduced = {case: self._reduced(case) for case in self.cases}
@@ -232,8 +235,6 @@ class Bench:
         scores = evaluate(
             model,
             self.data,
-            fraction=config.fraction,
-            per_class=config.per_class,
             batch_size=config.batch_size,
             workers=place.workers,
             progress=place.stage(f"{case.model}, r {case.r}: evaluating"),
@@ -298,6 +299,17 @@ def _require_comparable(models: Mapping[str, nn.Module]) -> None:
             )
 
 
+def _chosen(data: Data, config: TokensConfig, models: Mapping[str, nn.Module]) -> Data:
+    """Return the validation images that accuracy is measured on; ``DataError`` where they do not fit a model."""
+    for model in models.values():
+        check_classes(data.num_classes, num_classes_of(model))
+    if data.val is None:
+        raise DataError("accuracy is measured on the split val; open the data with it")
+    if config.fraction is None and config.per_class is None:
+        return data
+    return replace(data, val=subset(data.val, fraction=config.fraction, per_class=config.per_class))
+
+
 def _spell(size: tuple[int, ...]) -> str:
     return " x ".join(map(str, size))
 
@@ -309,10 +321,9 @@ def _words(tokens: Tokens) -> str:
 def _asked(bench: Bench) -> dict[str, Any]:
     """Return all that decides what a result is, as plain JSON; which results there are to be does not."""
     assert bench.data is not None
-    settings, tokens = asdict(bench.config), asdict(bench.config.tokens(0))
-    for name in ("r", "batch_size", "method", "schedule"):
-        del settings[name]
-    return {"model": next(iter(bench.digests.values())), **bench.data.facts, "config": settings, "tokens": tokens}
+    settings = asdict(bench.config)
+    del settings["r"], settings["batch_size"]
+    return {"model": next(iter(bench.digests.values())), **bench.data.facts, "config": settings}
 
 
 @dataclass(frozen=True)
