@@ -42,8 +42,8 @@ SIGLIP = ("vit_base_patch16_siglip_224", "hf SiglipVisionModel")
 FAMILIES = [
     named(label)
     for label in (
-        *("vit_tiny_patch16_224", "vit_medium_patch16_reg4_gap_256", "deit_tiny_distilled_patch16_224"),
-        *("deit3_small_patch16_224", "hf ViTForImageClassification", "hf DeiTForImageClassificationWithTeacher"),
+        *("vit_tiny_patch16_224", "deit_tiny_distilled_patch16_224", "deit3_small_patch16_224"),
+        *("hf ViTForImageClassification", "hf DeiTForImageClassificationWithTeacher"),
         *("hf Dinov2ForImageClassification", "hf CLIPVisionModel", *SIGLIP),
     )
 ]

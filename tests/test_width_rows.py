@@ -1,11 +1,10 @@
-"""The rows of the paper's Table 9 that have a width: their sizes, and that each runs, trains, is saved and exported."""
+"""The paper's rows of Isomorphic Pruning and HetDPT+: their sizes, and that each runs, trains, is saved, exported."""
 
 from __future__ import annotations
 
 import json
 from copy import deepcopy
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,7 +17,8 @@ from hetdpt.measurement.costs import Costs
 from hetdpt.surgery import merge_, prune_
 
 pytestmark = pytest.mark.slow
-REFERENCE = json.loads((Path(__file__).parent.parent / "benchmarks/reference/reference.json").read_text())
+REFERENCE = Path(__file__).parent.parent / "benchmarks" / "reference" / "reference.json"
+TABLE = json.loads(REFERENCE.read_text())["paper_hetdpt_plus"]
 SIZE = (3, 224, 224)
 PLAIN = WidthConfig(importance="l2", refits=False)  # sizes do not depend on it
 PLANS = {  # published choices of six or eight layers; the table does not say which were used
@@ -28,13 +28,6 @@ PLANS = {  # published choices of six or eight layers; the table does not say wh
 }
 
 
-def table_with(key: str) -> dict[str, Any]:
-    found = [value for value in REFERENCE.values() if isinstance(value, dict) and key in value]
-    assert len(found) == 1
-    return found[0]
-
-
-TABLE = table_with("isomorphic_settings")
 PRINTED = {row[0]: (row[2] * 1e9, row[4] * 1e6) for row in TABLE["rows"]}  # MACs, parameters
 SETTINGS = {name: row for name, row in TABLE["isomorphic_settings"].items() if f"Isomorphic {name}" in PRINTED}
 

@@ -196,3 +196,15 @@ def _print(points: list[dict[str, Any]]) -> None:
     print_(rows)
     images = f"; accuracy on {first['images']} images" if has_accuracy else ""
     typer.echo(f"{first['device']}, {first['dtype']}, batch {first['batch']}, {first['runs']} rounds in turns{images}")
+    for name, numbers in _slower(points).items():
+        typer.echo(f"note: {name} is slower here with r {numbers} than as it is; to choose tokens takes what it saves")
+
+
+def _slower(points: list[dict[str, Any]]) -> dict[str, str]:
+    """Return the models, each with the numbers of tokens that make it slower than it is with all of them."""
+    whole = {one["model"]: one["speedup"] for one in points if one["r"] == 0}
+    found: dict[str, list[str]] = {}
+    for one in points:
+        if one["speedup"] < whole[one["model"]]:
+            found.setdefault(one["model"], []).append(str(one["r"]))
+    return {model: ", ".join(numbers) for model, numbers in found.items()}

@@ -18,17 +18,15 @@ def propagate(stream: Stream, seen: Seen, count: int, tokens: Tokens) -> Stream:
 
     X' = X_k + alpha A_kp X_p with k the tokens that are kept, p those that go and A the graph of ``links``, made once,
     of the tokens that the first of these blocks is given; the paper's code does it so. Sizes follow the same formula,
-    and their logarithm is added to attention as in ToMe; they do not sum to the number of patches. A token that goes
-    has, where somebody asks for its place, that of the kept token with the strongest edge or, where no edge is left, of
-    the one with the most similar key; on this the paper is silent.
+    and their logarithm is added to attention as in ToMe; they do not sum to the number of patches. Our own choice:
+    where somebody asks what is in the place of a token that went, it is the kept token with the strongest edge to it
+    or, where no edge is left, the one with the most similar key.
     """
     assert seen.map is not None
     kept, going = rank(seen.map, stream.protected, count)
-    graph = (
-        links(seen.given[:, stream.protected :], stream.grid, tokens.neighbours)
-        if stream.graph is None
-        else stream.graph
-    )
+    graph = stream.graph
+    if graph is None:
+        graph = links(seen.given[:, stream.protected :], stream.grid, tokens.neighbours)
     of_kept = rows(graph, kept)  # (B, k, n)
     edges = _columns(of_kept, going)  # (B, k, p)
     safe, patches = stream.tokens.split([stream.protected, graph.shape[1]], 1)

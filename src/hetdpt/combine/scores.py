@@ -2,7 +2,8 @@
 
 Its dependency graph says which entries of which tensors go together, its group importance what they are worth (Fang et
 al., 2023; group Taylor as in Isomorphic Pruning, Fang et al., 2024). Its pruner is not used: that ranks, counts and
-cuts in one go, with dictionaries that leak from one pruner to the next, and may leave a block with no head.
+cuts in one go, with dictionaries that leak from one pruner to the next, and a block that would lose all its heads keeps
+them while they are counted as gone.
 """
 
 from __future__ import annotations

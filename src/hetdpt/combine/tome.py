@@ -15,8 +15,8 @@ def merge_alike(stream: Stream, seen: Seen, count: int, tokens: Tokens) -> Strea
 
     Two tokens are as similar as the cosine of their keys, each the mean over heads. Tokens, without the protected
     ones, are in turn of set A and set B; each of A has one edge, to the most similar of B, and the ``count`` strongest
-    edges merge (section 3). The paper says nothing on the order afterwards; here tokens stay in theirs, so that
-    neighbours in the image are of different sets in every block.
+    edges merge (section 3). Our own choice: tokens stay in their order, so that neighbours in the image tend to be of
+    different sets in every block.
     """
     gone, into = match(seen.keys[:, :, stream.protected :], count)
     return merge(stream, stream.protected + gone, stream.protected + into)

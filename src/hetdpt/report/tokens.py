@@ -45,7 +45,10 @@ def name_of(point: Point) -> str:
 
 
 def draw(points: Sequence[Point], path: Path) -> None:
-    """Write a figure, PNG or SVG by the name of the file: accuracy by throughput, a line for each model."""
+    """Write a figure, PNG or SVG by the name of the file: accuracy by throughput, a line for each model.
+
+    Throughput is that of the first point times the speedup over it, since a speedup is of runs in turns.
+    """
     if path.suffix.lower() not in SUFFIXES:
         raise FileError(f"a figure is a file that ends in {' or '.join(SUFFIXES)}, but {path.name} does not")
     from matplotlib.figure import Figure
@@ -55,26 +58,30 @@ def draw(points: Sequence[Point], path: Path) -> None:
     models = list(dict.fromkeys(point["model"] for point in points))
     for number, model in enumerate(models):
         some = [point for point in points if point["model"] == model]
-        _draw_model(panel, some, LOOKS[number % len(LOOKS)])
-    _finish(panel, points[-1])
+        _draw_model(panel, some, points[0]["throughput"], LOOKS[number % len(LOOKS)])
+    _finish(panel, points[0])
     figure.savefig(path, dpi=150, format=path.suffix[1:].lower())
 
 
-def _draw_model(panel: Axes, points: Sequence[Point], look: Look) -> None:
-    places, values = [point["throughput"] for point in points], [point["top1"] for point in points]
+def _draw_model(panel: Axes, points: Sequence[Point], first: float, look: Look) -> None:
+    def throughputs(name: str) -> list[float]:
+        return [first * point[name] for point in points]
+
+    places, values = throughputs("speedup"), [point["top1"] for point in points]
     looks: Any = {"color": look.colour, "marker": look.marker, "markersize": 6, "linewidth": 1.2}
     panel.plot(places, values, label=name_of(points[0]), zorder=3, **looks)
-    lows, highs = [point["low"] for point in points], [point["high"] for point in points]
-    panel.vlines(places, lows, highs, color=look.colour, alpha=0.25, linewidth=3, zorder=1)
+    bars: Any = {"color": look.colour, "alpha": 0.25, "linewidth": 3, "zorder": 1}
+    panel.vlines(places, [point["low"] for point in points], [point["high"] for point in points], **bars)
+    panel.hlines(values, throughputs("speedup_low"), throughputs("speedup_high"), **bars)
     for point, place, value in zip(points, places, values, strict=True):
         at: Any = {"xytext": (6, 6), "textcoords": "offset points", "fontsize": "small", "color": look.colour}
         panel.annotate(f"r {point['r']}", (place, value), zorder=4, **at)
 
 
-def _finish(panel: Axes, point: Point) -> None:
-    how = f"{point['method']}, {point['schedule']} schedule"
-    panel.set_title(f"{how}: r tokens fewer by each attention; bars: 95 % intervals, {point['images']} images")
-    panel.set_xlabel(f"throughput [images/s] ({point['device']}, {point['dtype']}, batch {point['batch']})")
+def _finish(panel: Axes, first: Point) -> None:
+    how = f"{first['method']}, {first['schedule']} schedule"
+    panel.set_title(f"{how}: r tokens fewer by each attention; bars: 95 % intervals, {first['images']} images")
+    panel.set_xlabel(f"throughput [images/s] ({first['device']}, {first['dtype']}, batch {first['batch']})")
     panel.set_ylabel("accuracy [%]")
     panel.grid(color="#DDDDDD", linewidth=0.6)
     panel.set_axisbelow(True)
