@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -223,6 +224,20 @@ def test_the_figure_says_what_it_shows(whole: Path, tmp_path: Path) -> None:
         assert words in text, words
     with pytest.raises(FileError, match=r"^a figure is a file that ends in .png or .svg, but seen.gif does not$"):
         draw(points_in(whole), tmp_path / "seen.gif")
+
+
+def test_places_in_the_figure_are_of_runs_in_turns(whole: Path, tmp_path: Path) -> None:
+    """A median of images/s is of another moment for each model; speedups over the first one are not."""
+
+    def places(points: list[dict[str, Any]]) -> list[str]:
+        draw(points, tmp_path / "seen.svg")
+        return re.findall(r'<use xlink:href="#\w+" x="([\d.]+)"', (tmp_path / "seen.svg").read_text())
+
+    first, *others = points_in(whole)
+    known = places([first, *others])
+    assert known
+    assert places([first, *({**one, "throughput": 2 * one["throughput"]} for one in others)]) == known
+    assert places([first, *({**one, "speedup": 2 * one["speedup"]} for one in others)]) != known
 
 
 # bad input

@@ -490,8 +490,7 @@ def test_a_target_is_met_within_two_percent(model: nn.Module, name: str, round_t
 
 
 def test_shares_say_what_stays(model: nn.Module) -> None:
-    shares = Ratios(hidden=1.0, head_dims=0.5)
-    found = narrow_to(model, ratio=0.5, config=replace(PLAIN, shares=shares))
+    found = narrow_to(model, ratio=0.5, config=replace(PLAIN, shares=(0.0, 1.0, 0.0, 0.5)))
     assert found.ratios == Ratios(hidden=0.5, head_dims=0.25)
     assert (found.model.embed_dim, found.speedup, found.tried) == (48, None, 1)
 
@@ -510,7 +509,7 @@ def test_a_measured_speedup_is_searched_for() -> None:
 
 def test_targets_out_of_reach_say_how_near_one_can_come(model: nn.Module) -> None:
     full = count_macs(model, (3, 32, 32))
-    only_heads = replace(PLAIN, shares=Ratios(heads=1.0))
+    only_heads = replace(PLAIN, shares=(0.0, 0.0, 1.0, 0.0))
     with pytest.raises(PlanError, match=r"macs of \d+k cannot be met within 2 %; the nearest is [\d.]+[kM] macs; ask"):
         narrow_to(model, macs=0.1 * full // 1000 * 1000, config=only_heads)
     with pytest.raises(PlanError, match="as it is; macs of .* asks for more than that"):
@@ -523,7 +522,14 @@ def test_targets_out_of_reach_say_how_near_one_can_come(model: nn.Module) -> Non
     with pytest.raises(PlanError, match="ratio must be above 0 and at most 1, not 1.5"):
         narrow_to(model, ratio=1.5, config=PLAIN)
     with pytest.raises(PlanError, match="all shares are 0"):
-        narrow_to(model, params=1e4, config=replace(PLAIN, shares=Ratios()))
+        narrow_to(model, params=1e4, config=replace(PLAIN, shares=(0.0, 0.0, 0.0, 0.0)))
+
+
+@pytest.mark.parametrize(("part", "goes"), [(0.9, "hidden"), (0.6, "heads"), (0.3, "embedding")])
+def test_what_is_missed_least_goes_first(model: nn.Module, part: float, goes: str) -> None:
+    found = narrow_to(model, macs=part * count_macs(model, (3, 32, 32)), config=PLAIN).ratios.by_name
+    order = ["hidden", "heads", "embedding"]
+    assert [name for name in order if found[name]] == order[: order.index(goes) + 1]
 
 
 def test_what_is_wrong_with_settings_or_images_is_said(model: nn.Module) -> None:

@@ -374,7 +374,6 @@ def _settings_of(name: str) -> dict[str, Any]:
     """Return what the recipe of that name says, by the names of settings."""
     row = recipe_called(name)
     parts = {"collection": asdict(row.collection), "search": asdict(row.search), "recovery": asdict(row.config)}
-    parts["width"] = asdict(WidthConfig())
     return _flat({**parts, "removal": row.removal, "candidates": row.candidates, "explores": row.explores})
 
 

@@ -137,7 +137,7 @@ def select_into(
 
 
 def pruned(model: nn.Module, plan: Plan, data: Data, images: int, seed: int = 0, workers: int = 0) -> nn.Module:
-    """Return ``model``, changed in place: without the layers of ``plan``, replacements fitted on training ``images``."""
+    """Take the layers of ``plan`` from ``model`` and return it; replacements are fitted on training ``images``."""
     if not plan.fitted:
         return prune_(model, plan)
     if data.train is None:

@@ -29,7 +29,6 @@ from hetdpt.predictor.prices import read_amount
 if TYPE_CHECKING:
     from torch import nn
 
-    from hetdpt.combine.choice import Ratios
     from hetdpt.combine.scores import Sizes
     from hetdpt.combine.width import Narrowed, WidthConfig
     from hetdpt.data.sources import Data
@@ -51,8 +50,12 @@ def width(
     importance: Annotated[str, typer.Option(help="What a piece is worth: taylor, l2 or random.")] = "taylor",
     round_to: Annotated[int | None, typer.Option(min=1, help="Make sizes multiples of this.")] = None,
     shares: Annotated[
-        str, typer.Option(help="How much goes of embedding, hidden features, heads, dimensions of heads.")
-    ] = "1,1,1,0.5",
+        str | None,
+        typer.Option(
+            help="How much goes of embedding, hidden features, heads, dimensions of heads, such as 1,1,1,0.5; by "
+            "default hidden features first, then heads, then the embedding, as far as needed."
+        ),
+    ] = None,
     no_refit: Annotated[
         bool, typer.Option("--no-refit", help="Leave the layers behind removed features as they are.")
     ] = False,
@@ -81,7 +84,7 @@ def width(
     config = WidthConfig(
         importance=importance,  # type: ignore[arg-type]  # the config says what it may be
         round_to=round_to,
-        shares=_shares(shares),
+        shares=_shares(shares) if shares else None,
         refits=not no_refit,
         seed=seed,
     )
@@ -120,16 +123,14 @@ def width(
     typer.echo(f"saved to {out}; load it with hetdpt.load({str(out)!r}), train it with hetdpt recover")
 
 
-def _shares(text: str) -> Ratios:
-    from hetdpt.combine.choice import Ratios
-
+def _shares(text: str) -> tuple[float, float, float, float]:
     try:
         embedding, hidden, heads, head_dims = (float(part) for part in text.split(","))
     except ValueError:
         raise PlanError(
             f"--shares takes four numbers from 0 to 1, of embedding, hidden, heads and head dims, not {text!r}"
         ) from None
-    return Ratios(embedding, hidden, heads, head_dims)
+    return embedding, hidden, heads, head_dims
 
 
 def _require_images(data: str | None, config: WidthConfig) -> None:

@@ -75,7 +75,7 @@ def choose(parts: Parts, ratios: Ratios, round_to: int | None = None) -> Kept:
     if ratios.embedding and parts.stream is not None:
         scores = parts.stream.scores
         stream = _best(scores, _counts([scores], ratios.embedding, step)[0])
-    hidden = {}
+    hidden: dict[int, Tensor] = {}
     for kind in dict.fromkeys(part.kind for part in parts.hidden) if ratios.hidden else ():
         numbers = [number for number, part in enumerate(parts.hidden) if part.kind == kind]
         scores_of = [parts.hidden[number].scores for number in numbers]

@@ -80,7 +80,7 @@ def _watched(
     @contextmanager
     def watch(probe: nn.Module, *_: Any) -> Iterator[None]:
         for found in (given, grids, are_tuples):
-            found.clear()  # type: ignore[attr-defined]
+            found.clear()
         with ExitStack() as hooks:
             for module in probe.modules():
                 if isinstance(module, nn.Conv2d):

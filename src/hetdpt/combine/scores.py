@@ -267,7 +267,7 @@ def _stream(model: nn.Module, graph: _Graph, scorer: Scorer) -> tuple[Stream | N
             continue
         if list(indices) != list(range(width)):
             return None, f"{graph.names.get(target, 'a parameter')} mixes it with something else"
-        if isinstance(target, nn.LayerNorm) and target.weight is None:
+        if isinstance(target, nn.LayerNorm) and not target.elementwise_affine:
             norms.append(graph.names[target])
         places += _places(graph, target, graph.is_output(dep))
     places += [(name, p.ndim - 1) for name, p in graph.unseen().items() if p.shape[-1] == width]

@@ -115,7 +115,7 @@ def reshape_(model: nn.Module, widths: Widths) -> nn.Module:
         was = _sizes(modules[path]).get(name) if path in modules else None
         if not _is_alike(value, was) or not _is_narrower(value, was):
             raise _refusal(f"{path}.{name}", value, was)
-        vars(modules[path])[name] = value
+        setattr(modules[path], name, value)
     mark_narrowed_(model, widths.stream)
     return model
 
@@ -161,6 +161,6 @@ def _follow(module: nn.Module) -> None:
     elif isinstance(module, nn.Embedding):
         module.embedding_dim = module.weight.shape[1]
     elif "normalized_shape" in vars(module):
-        vars(module)["normalized_shape"] = tuple(module.weight.shape)  # type: ignore[union-attr, arg-type]
+        vars(module)["normalized_shape"] = tuple(module.weight.shape)  # type: ignore[arg-type]
     elif isinstance(module, Constant):
         module.shape = (*module.shape[:-1], module.bias.shape[-1])

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from copy import deepcopy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from math import inf
 from operator import length_hint
 from typing import Any
@@ -38,7 +38,9 @@ TOLERANCE = 0.02  # how far from its target a search may end
 CLOSE = 0.005  # how near it stops
 MOST = 0.95  # of a size goes at most in a search
 SECONDS = 4.0  # of each timing
-SHARES = Ratios(1.0, 1.0, 1.0, 0.5)
+RUNGS = (Ratios(hidden=1.0), Ratios(hidden=1.0, heads=1.0, head_dims=0.5), Ratios(1.0, 1.0, 1.0, 0.5))
+"""What goes together, what is missed least first: hidden features, then heads, then the embedding as well."""
+HALF = 0.5  # of a size goes at most before the next rung
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,8 +51,9 @@ class WidthConfig:
     """``taylor``: |weight * gradient| summed over all that goes together; ``l2``: its norm; ``random``."""
     round_to: int | None = None
     """Channels, hidden features and dimensions of heads become multiples of it."""
-    shares: Ratios = field(default_factory=lambda: SHARES)
-    """How much of each size goes relative to the others where a target is searched for; 0: that size stays."""
+    shares: tuple[float, float, float, float] | None = None
+    """How much goes of the embedding, hidden features, heads and dimensions of heads, relative to each other, where a
+    target is searched for; 0: that size stays. None: the first of ``RUNGS`` on which no size loses more than half."""
     refits: bool = True
     """Whether layers behind features that go are fitted again, on the images (:mod:`hetdpt.combine.refit`)."""
     seed: int = 0
@@ -124,7 +127,8 @@ def narrow_to(
     ``macs`` and ``params`` are those of the copy once it is merged, ``speedup`` is measured against ``dense``, the
     given model by default, the two taking turns. One number is searched for, all sizes following by
     ``config.shares``; where that is too coarse, hidden features make up the rest. A target out of reach is a
-    ``PlanError`` that says how near one can come.
+    ``PlanError`` that says how near one can come. A ratio without shares takes from all sizes, half as much from the
+    dimensions of heads.
     """
     config = config or WidthConfig()
     targets = {"ratio": ratio, "macs": macs, "params": params, "speedup": speedup}
@@ -134,11 +138,15 @@ def narrow_to(
     [(name, target)] = given.items()
     if not 0 < target <= (1 if name == "ratio" else inf):
         raise PlanError(f"{name} must be above 0{' and at most 1' if name == 'ratio' else ''}, not {target}")
-    if not any(config.shares.by_name.values()):
+    shares = Ratios(*config.shares) if config.shares else RUNGS[-1]
+    if not any(shares.by_name.values()):
         raise PlanError("all shares are 0, so that nothing may go; give one of them a share")
-    seen = _Seen.of(model, config, batches, config.shares, progress)
+    seen = _Seen.of(model, config, batches, shares, progress)
     search = _Search(model, seen, name, target, dense or model, progress)
-    best = search.look(config.shares.times(target)) if name == "ratio" else search.find(config.shares)
+    if name == "ratio":
+        best = search.look(shares.times(target))
+    else:
+        best = search.find(shares) if config.shares else search.find_gently()
     narrowed = seen.apply_(deepcopy(model), seen.choose(best.ratios))
     return Narrowed(narrowed, best.ratios, best.macs, best.params, best.speedup, search.count)
 
@@ -298,6 +306,13 @@ class _Search:
         models = {"dense": self.dense, "narrow": narrow}
         size = known(narrow).survey.input_size
         return measure_throughput(models, size, runs=50, warmup=2, seconds=SECONDS).speedup["narrow"].value
+
+    def find_gently(self) -> Tried:
+        """Return the try nearest to the target on the first rung that reaches it."""
+        for shares in RUNGS[:-1]:
+            if self.excess(self.look(shares.times(HALF))) <= 0:
+                return self.find(shares)
+        return self.find(RUNGS[-1])
 
     def find(self, shares: Ratios) -> Tried:
         """Return the try nearest to the target; ``PlanError`` if it is not near enough."""
