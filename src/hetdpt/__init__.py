@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from hetdpt.selection.select import SelectConfig, select
     from hetdpt.studies.compare import CompareConfig, compare_into
     from hetdpt.studies.observe import ObserveConfig, observe_into
+    from hetdpt.studies.tokens import TokensConfig, tokens_into
     from hetdpt.surgery import gate_, gates_of, merge_, prune_, restore_, sites
     from hetdpt.training.config import TrainConfig
     from hetdpt.training.objective import Distillation
@@ -84,6 +85,7 @@ _HOMES = {
     "hetdpt.reductions": ("Tokens",),
     "hetdpt.studies.compare": ("CompareConfig", "compare_into"),
     "hetdpt.studies.observe": ("ObserveConfig", "observe_into"),
+    "hetdpt.studies.tokens": ("TokensConfig", "tokens_into"),
     "hetdpt.selection.methods": ("METHODS",),
     "hetdpt.selection.select": ("SelectConfig", "select"),
     "hetdpt.surgery": ("gate_", "gates_of", "merge_", "prune_", "restore_", "sites"),
@@ -117,6 +119,7 @@ __all__ = [
     "Site",
     "Split",
     "Tokens",
+    "TokensConfig",
     "TrainConfig",
     "WidthConfig",
     "Workplace",
@@ -155,6 +158,7 @@ __all__ = [
     "scan",
     "select",
     "sites",
+    "tokens_into",
     "transfer_entropy",
 ]
 

@@ -321,9 +321,9 @@ def _words(tokens: Tokens) -> str:
 def _asked(bench: Bench) -> dict[str, Any]:
     """Return all that decides what a result is, as plain JSON; which results there are to be does not."""
     assert bench.data is not None
-    settings = asdict(bench.config)
-    del settings["r"], settings["batch_size"]
-    return {"model": next(iter(bench.digests.values())), **bench.data.facts, "config": settings}
+    settings, how = asdict(bench.config), asdict(bench.config.tokens(0))
+    del settings["r"], settings["batch_size"], how["r"]
+    return {"model": next(iter(bench.digests.values())), **bench.data.facts, "config": settings | how}
 
 
 @dataclass(frozen=True)
