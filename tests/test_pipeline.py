@@ -377,7 +377,8 @@ class TestOtherWays:
         assert summary.ratios == narrowed["ratios"]
         assert summary.goal.is_met
         student = hetdpt.load(config.out / "model")
-        assert student.embed_dim < dense.embed_dim
+        assert summary.ratios["hidden"] > 0
+        assert student.blocks[1].mlp.fc1.out_features < dense.blocks[1].mlp.fc1.out_features
         assert hetdpt.evaluate(student, "demo").top1 == summary.pruned_accuracy
 
     def test_width_alone_and_fewer_tokens(self, home: Path, tmp_path: Path) -> None:
@@ -397,6 +398,12 @@ class TestOtherWays:
         config = asked(home, plus=True, layers=None, macs="99.9%", compare=[], depths=[2])
         with pytest.raises(PlanError, match="2 layers alone come to the goal, .* leave out --plus"):
             hetdpt.run(replace(config, out=done), redo="balance")
+
+    def test_so_many_layers_that_nothing_is_left_to_width(self, home: Path, tmp_path: Path) -> None:
+        config = asked(home, out=tmp_path / "run", plus=True, layers=None, budget=[1, 1], rounds=None, params="99%",
+                       compare=[])  # fmt: skip
+        with pytest.raises(PlanError, match="1 attention . 1 activation layers alone come to the goal"):
+            hetdpt.run(config)
 
     def test_every_stage_of_the_flow_has_its_number(self) -> None:
         assert tuple(stage.name for stage in FLOW) == STAGES

@@ -50,8 +50,10 @@ def test_the_python_runs(tmp_path: Path) -> None:
 def test_the_commands_run_in_order(tmp_path: Path) -> None:
     for words in commands():
         subprocess.run([sys.executable, "-m", "hetdpt", *words], cwd=tmp_path, check=True)
-    for name in ("first/report.html", "first.html", "small.onnx", "recovered/best/model.safetensors", "plan.json", "plus/report.html"):
+    for name in ("first/report.html", "first.html", "small.onnx", "recovered/best/model.safetensors", "plan.json"):
         assert (tmp_path / "runs" / name).is_file(), name
+    for name in ("plus/model", "narrow", "fewer"):
+        assert (tmp_path / "runs" / name / "model.safetensors").is_file(), name
 
 
 def test_make_targets_exist() -> None:

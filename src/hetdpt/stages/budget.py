@@ -61,6 +61,8 @@ def _require_reach(config: RunConfig, prices: Prices) -> None:
     if wanted.layers is not None and wanted.layers > layers:
         raise PlanError(f"{wanted.layers} layers are to go, but this model has {layers} that can; ask for fewer")
     if config.plus:
+        if config.budget is not None:
+            _require_room(Budget(*config.budget), prices, config)
         return
     best = {"speedup": prices.speedup(offered) or inf, "macs": left.macs, "params": left.params}
     for name, value in wanted.conditions.items():
@@ -69,6 +71,23 @@ def _require_reach(config: RunConfig, prices: Prices) -> None:
                 f"{name} {value:.4g} is out of reach: without any of the {layers} layers that can go it would be "
                 f"{best[name]:.4g}; ask for less"
             )
+
+
+def _require_room(budget: Budget, prices: Prices, config: RunConfig) -> None:
+    """Raise ``PlanError`` where the layers of ``budget`` alone come to the goal."""
+    if is_met(budget, prices, config.with_numbers(prices.dense).target):
+        raise PlanError(
+            f"{budget.attention} attention + {budget.activation} activation layers alone come to the goal, so that "
+            "there is nothing left to width; leave out --plus, or ask for fewer layers or for more"
+        )
+
+
+def is_met(budget: Budget, prices: Prices, target: dict[str, float]) -> bool:
+    """Whether layers alone are expected to meet the one condition of ``target``."""
+    [(name, value)] = target.items()
+    if name == "speedup":
+        return (prices.speedup(budget) or 0.0) >= value
+    return bool(getattr(prices.of(budget), name) <= value)
 
 
 def collect(task: Task) -> Result:
@@ -138,6 +157,8 @@ def allocate(task: Task) -> Result:
         wanted = {"layers": config.layers}  # the rest of the goal is for width to meet
     allocation = split_budget(predictor, prices=prices, **wanted)
     best = allocation.best
+    if config.plus:
+        _require_room(best.budget, prices, config)
     task.note(f"{best} go: predicted {best.accuracy:.2f} %, wins {100 * best.share:.0f} % of bootstrap draws")
     found = summary(predictor, frontier(predictor, prices), allocation, prices)
     names = ("wanted", "budget", "table", "frontier", "warnings")

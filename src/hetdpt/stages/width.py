@@ -29,7 +29,7 @@ from hetdpt.report.words import counted
 from hetdpt.runs.asked import read_json
 from hetdpt.runs.run import SUMMARY
 from hetdpt.selection.select import select as select_layers
-from hetdpt.stages.budget import held_out, predictor_of, prices_of
+from hetdpt.stages.budget import held_out, is_met, predictor_of, prices_of
 from hetdpt.stages.layers import NARROWED, plan_of
 from hetdpt.stages.task import Result, Task
 from hetdpt.surgery import known, merge_
@@ -99,7 +99,7 @@ def _splits(task: Task) -> list[Split]:
     prices, predictor, target = prices_of(task.results["analyse"]), predictor_of(task), _target(task)
     asked = depths_of(task.config, sum(prices.count(kind) for kind in KINDS))
     splits = [split_budget(predictor, layers=count, prices=prices).best for count in asked]
-    left = [split for split in splits if not _is_met(split, target)]
+    left = [split for split in splits if not is_met(split.budget, prices, target)]
     if not left:
         raise PlanError(
             f"{min(asked)} layers alone come to the goal, so that there is nothing left to width; leave out --plus, or "
@@ -114,13 +114,6 @@ def depths_of(config: RunConfig, most: int) -> tuple[int, ...]:
     if too_many := [count for count in asked if count > most]:
         raise PlanError(f"depths has {too_many[0]} layers, but this model has {most} that can go; ask for fewer")
     return asked
-
-
-def _is_met(split: Split, target: dict[str, float]) -> bool:
-    """Whether layers alone are expected to meet the goal."""
-    [(name, value)] = target.items()
-    price = getattr(split, name)
-    return price is not None and (price >= value if name == "speedup" else price <= value)
 
 
 def _try(task: Task, split: Split, held: Data) -> dict[str, Any]:
