@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from hetdpt.errors import FileError
 from hetdpt.report.observation import spell
+from hetdpt.report.panels import tidy
 from hetdpt.report.scan import SUFFIXES, Look
 
 if TYPE_CHECKING:
@@ -100,10 +101,4 @@ def _finish(panel: Axes, comparison: Comparison) -> None:
     bars = f"; bars: standard deviation over {seeds} seeds" if seeds > 1 else "; one seed"
     panel.set_title(f"same fine-tuning for all, {comparison.dense.images} validation images{bars}")
     panel.set_xlabel(f"measured speedup over the dense model ({comparison.measured})")
-    panel.set_ylabel("accuracy [%]")
-    panel.grid(color="#DDDDDD", linewidth=0.6)
-    panel.set_axisbelow(True)
-    for side in ("top", "right"):
-        panel.spines[side].set_visible(False)
-    below: Any = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.08)}
-    panel.legend(frameon=False, fontsize="small", ncols=5, columnspacing=1.6, **below)
+    tidy(panel, columns=5)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from hetdpt.errors import FileError
 from hetdpt.plan import Budget
+from hetdpt.report.panels import tidy
 from hetdpt.report.scan import SUFFIXES
 
 if TYPE_CHECKING:
@@ -198,14 +199,8 @@ def _short(split: Split) -> str:
 def _finish(panel: Axes, view: View, left_out: int) -> None:
     panel.set_title("best predicted accuracy; 4+2 is without 4 attention and 2 activation layers")
     panel.set_xlabel(view.label)
-    panel.set_ylabel("accuracy [%]")
     panel.locator_params(axis="x", integer=not view.is_timed)
-    panel.grid(color="#DDDDDD", linewidth=0.6)
-    panel.set_axisbelow(True)
-    for side in ("top", "right"):
-        panel.spines[side].set_visible(False)
-    below: Any = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.08)}
-    panel.legend(frameon=False, fontsize="small", ncols=5, columnspacing=1.6, **below)
+    tidy(panel, columns=5)
     if left_out:
         corner: Any = {"transform": panel.transAxes, "ha": "right", "va": "top", "fontsize": "x-small"}
         panel.text(1, 1, f"{left_out} further out are not drawn", **corner)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hetdpt.errors import FileError
+from hetdpt.report.panels import tidy
 from hetdpt.report.scan import SUFFIXES, Look
 from hetdpt.report.words import layers
 
@@ -82,10 +83,4 @@ def _finish(panel: Axes, first: Point) -> None:
     how = f"{first['method']}, {first['schedule']} schedule"
     panel.set_title(f"{how}: r tokens fewer by each attention; bars: 95 % intervals, {first['images']} images")
     panel.set_xlabel(f"throughput [images/s] ({first['device']}, {first['dtype']}, batch {first['batch']})")
-    panel.set_ylabel("accuracy [%]")
-    panel.grid(color="#DDDDDD", linewidth=0.6)
-    panel.set_axisbelow(True)
-    for side in ("top", "right"):
-        panel.spines[side].set_visible(False)
-    below: Any = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.08)}
-    panel.legend(frameon=False, fontsize="small", ncols=2, columnspacing=1.6, **below)
+    tidy(panel, columns=2)

@@ -1,0 +1,19 @@
+"""What the panels of our figures have in common. No torch here."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+
+def tidy(panel: Axes, columns: int) -> None:
+    """Give a panel of accuracy its label, its grid, two sides alone, and the legend below in so many ``columns``."""
+    panel.set_ylabel("accuracy [%]")
+    panel.grid(color="#DDDDDD", linewidth=0.6)
+    panel.set_axisbelow(True)
+    for side in ("top", "right"):
+        panel.spines[side].set_visible(False)
+    below: Any = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.08)}
+    panel.legend(frameon=False, fontsize="small", ncols=columns, columnspacing=1.6, **below)
