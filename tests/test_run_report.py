@@ -246,7 +246,7 @@ def test_width_and_tokens_are_shown(tmp_path: Path) -> None:
         "It was tried with 0, 4 and 8 layers less. What goes is 3 attention layers and 5 activations, since with 8 "
         "layers less it is the most accurate. Accuracies are of 287 training images that were held out, of which one "
         "is 0.35 points.",
-        "nearest whole piece: embedding 31 %, hidden 31 %, heads 31 %, head dims 16 %. They were found in 9 trials",
+        "these parts went: embedding 31 %, hidden 31 %, heads 31 %, head dims 16 %. They were found in 9 trials",
     ):  # fmt: skip
         assert words in page.text, words
         assert words in markdown, words

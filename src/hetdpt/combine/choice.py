@@ -86,6 +86,25 @@ def choose(parts: Parts, ratios: Ratios, round_to: int | None = None) -> Kept:
     return Kept(stream, hidden, left if ratios.heads or ratios.head_dims else {})
 
 
+def gone(parts: Parts, kept: Kept) -> Ratios:
+    """Return which part of each size really goes; pieces are whole."""
+    hidden = [(len(kept.hidden.get(number, part.scores)), len(part.scores)) for number, part in enumerate(parts.hidden)]
+    tables = [(kept.heads.get(number, part.scores).shape, part.scores.shape) for number, part in enumerate(parts.heads)]
+    stream = [(len(kept.stream), len(parts.stream.scores))] if parts.stream and kept.stream is not None else []
+    heads, dims = ([(left[axis], whole[axis]) for left, whole in tables] for axis in (0, 1))
+    return Ratios(*(_part_gone(sizes) for sizes in (stream, hidden, heads, dims)))
+
+
+def _part_gone(sizes: Sequence[tuple[int, int]]) -> float:
+    """Return the part that goes, of pairs (how many stay, how many there were).
+
+    >>> _part_gone([(3, 4), (2, 4)]), _part_gone([])
+    (0.375, 0.0)
+    """
+    left, whole = sum(left for left, _ in sizes), sum(whole for _, whole in sizes)
+    return 1 - left / whole if whole else 0.0
+
+
 def _heads(part: Heads, count: int, ratios: Ratios, step: int) -> Tensor:
     """Return the best ``count`` heads, and of each the best dimensions."""
     size = part.attention.head_dim

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hetdpt.adapters.heads import logits_of
-from hetdpt.combine.choice import Kept, Ratios, choose, cut_of, rescale_
+from hetdpt.combine.choice import Kept, Ratios, choose, cut_of, gone, rescale_
 from hetdpt.combine.refit import Inputs, refit_, watching
 from hetdpt.combine.scores import Importance, Parts, attentions_of, ffns_of, gradients, require_narrowable, score
 from hetdpt.combine.shapes import cut_, mark_narrowed_
@@ -83,6 +83,7 @@ class Narrowed:
 
     model: nn.Module
     ratios: Ratios
+    """What really went of each size."""
     macs: int
     params: int
     speedup: float | None
@@ -147,8 +148,9 @@ def narrow_to(
         best = search.look(shares.times(target))
     else:
         best = search.find(shares) if config.shares else search.find_gently()
-    narrowed = seen.apply_(deepcopy(model), seen.choose(best.ratios))
-    return Narrowed(narrowed, best.ratios, best.macs, best.params, best.speedup, search.count)
+    kept = seen.choose(best.ratios)
+    narrowed = seen.apply_(deepcopy(model), kept)
+    return Narrowed(narrowed, gone(seen.parts, kept), best.macs, best.params, best.speedup, search.count)
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ COLUMNS = (
 LOOKS = {
     "hetdpt": Look("#D55E00", "o"),
     "map+te": Look("#E69F00", "s"),
+    "map+greedy": Look("#882255", "d"),
     "te-static": Look("#0072B2", "^"),
     "importance-only": Look("#009E73", "D"),
     "attention-only": Look("#56B4E9", "v"),

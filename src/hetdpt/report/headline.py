@@ -171,7 +171,7 @@ def narrowed(found: Narrowing) -> str:
     left = f"{amount(found.macs)} MACs and {amount(found.params)} parameters"
     speed = f", {times(found.speedup)} faster than the dense model" if found.speedup is not None else ""
     return (
-        f"Of its sizes these parts went, to the nearest whole piece: {widths(found.ratios)}. They were found in "
+        f"Of its sizes these parts went: {widths(found.ratios)}. They were found in "
         f"{counted(found.tried, 'trial')}, for {wanted(found.target)}; merged, it has {left}{speed}."
     )
 

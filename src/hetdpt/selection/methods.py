@@ -54,6 +54,13 @@ _ROWS = (
         about="MAP splits the budget; inside each kind, the least transfer entropy goes first.",
     ),
     Method(
+        name="map+greedy",
+        split="map",
+        score="damage",
+        paper="none: ours",
+        about="MAP splits the budget; inside each kind, the layer whose fitted replacement changes the answers least goes.",
+    ),
+    Method(
         name="te-static",
         split="joint",
         score="te",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -22,7 +23,7 @@ from hetdpt.errors import PlanError
 from hetdpt.modules import checked, clone
 from hetdpt.plan import KINDS, Budget, Kind, Plan, Site
 from hetdpt.recovery import RecoverConfig, recover
-from hetdpt.selection.damage import choose
+from hetdpt.selection.damage import Choice, choose
 from hetdpt.selection.importance import Picked, Search
 from hetdpt.selection.methods import Method, Score, method_called
 from hetdpt.selection.schedule import removal_order
@@ -183,19 +184,23 @@ def _by_damage(task: _Task) -> list[Site]:
     assert task.data.train is not None
     has_more = len(task.data.train) > task.images.count
     judge = _images(task.model, task.data, task.config, task.workers, task.images.count) if has_more else None
-    gains = {site: 1.0 for site in task.offered if task.kinds[0] in (None, site.kind)}
-    choices = choose(
-        task.model,
-        task.images,
-        gains,
-        len(task.kinds),
-        judge=judge,
-        removal=task.config.removal,
-        progress=task.stage("damage"),
-    )
-    found = {choice.site: choice.damage for choice in choices}
-    _tell(task, found.items())
-    return list(found)
+    chosen: list[Choice] = []
+    for kind, count in Counter(task.kinds).items():  # all of one kind, then all of the other
+        before = [choice.site for choice in chosen]
+        gains = {site: 1.0 for site in task.offered if kind in (None, site.kind) or site in before}
+        found = choose(
+            task.model,
+            task.images,
+            gains,
+            len(chosen) + count,
+            judge=judge,
+            removal=task.config.removal,
+            chosen=chosen,
+            progress=task.stage("damage"),
+        )
+        chosen = [*chosen, *found]
+    _tell(task, [(choice.site, choice.damage) for choice in chosen])
+    return [choice.site for choice in chosen]
 
 
 def _at_random(task: _Task) -> list[Site]:

@@ -36,7 +36,7 @@ from hetdpt.surgery import known, merge_
 
 PARTS = (0, 1 / 6, 1 / 3, 1 / 2)  # of the layers that can go, tried by default
 TIMING_SECONDS = 20.0  # at most, all candidates in turns
-BY = "map+te"  # the method that chooses layers for a trial
+BY = "map+greedy"  # the method that chooses layers for a trial
 START, BRIEF, FOUND = "start", "brief", "narrowed.json"
 
 
