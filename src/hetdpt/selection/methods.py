@@ -58,7 +58,7 @@ _ROWS = (
         split="map",
         score="damage",
         paper="none: ours",
-        about="MAP splits the budget; inside each kind, the layer whose fitted replacement changes the answers least goes.",
+        about="MAP splits the budget; inside each kind, the least damage after calibration goes first.",
     ),
     Method(
         name="te-static",
