@@ -32,10 +32,12 @@ from hetdpt.pipeline import FLOW
 from hetdpt.plan import Plan
 from hetdpt.reductions import read_tokens
 from hetdpt.report.commands import further
+from hetdpt.report.results import Candidate
 from hetdpt.runs.alone import alone, is_in_use
 from hetdpt.runs.stages import NOW, STAGES, StageRecord, begin, read_stages, stage_directory
 from hetdpt.stages.events import Event
 from hetdpt.stages.summary import Summary
+from hetdpt.stages.width import choose
 from hetdpt.surgery import known
 
 run = test_cli.run  # the fixture
@@ -380,6 +382,26 @@ class TestOtherWays:
         assert summary.ratios["hidden"] > 0
         assert student.blocks[1].mlp.fc1.out_features < dense.blocks[1].mlp.fc1.out_features
         assert hetdpt.evaluate(student, "demo").top1 == summary.pruned_accuracy
+
+    @pytest.mark.parametrize(
+        ("accuracies", "speedups", "taken", "why"),
+        [
+            ((90.0, 80.0), (1.2, 1.5), 0, "with 0 layers less it is the most accurate after a brief fine-tuning"),
+            ((90.0, 89.8), (1.2, 1.5), 1, "with 1 layer less it is faster, 1.50x to 1.20x, and as accurate as"),
+            ((90.0, 89.8), (1.2, 1.21), 0, "with 0 layers less it is as accurate as any, 90.00 % within a standard"),
+            ((90.0,), (1.2,), 0, "no other number of layers can be tried"),
+        ],
+    )
+    def test_of_those_that_are_as_accurate_the_fastest_is_taken(
+        self, accuracies: tuple[float, ...], speedups: tuple[float, ...], taken: int, why: str
+    ) -> None:
+        rest = {"attention": 0, "predicted": 0.0, "ratios": {}, "macs": 1.0, "params": 1.0, "start": 0.0}
+        pairs = zip(accuracies, speedups, strict=True)
+        found, said = choose(
+            [Candidate(activation=n, accuracy=a, speedup=s, **rest) for n, (a, s) in enumerate(pairs)], 1000
+        )
+        assert found.activation == taken
+        assert said.startswith(why)
 
     def test_width_alone_and_fewer_tokens(self, home: Path, tmp_path: Path) -> None:
         changes = {"layers": 0, "rounds": None, "params": "70%", "tokens": "tome:2", "compare": []}
