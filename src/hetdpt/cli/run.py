@@ -194,7 +194,7 @@ def _print(found: Summary, out: Path) -> None:
     from hetdpt.report.commands import further
     from hetdpt.report.headline import title
     from hetdpt.report.run import RunRecord
-    from hetdpt.report.words import place
+    from hetdpt.report.words import place, widths
     from hetdpt.report.write import REPORTS
     from hetdpt.stages.outcome import ONNX, SAVED
 
@@ -204,6 +204,10 @@ def _print(found: Summary, out: Path) -> None:
     typer.echo(f"{title(record)}; {found.images} images, {place(record.results.measure)}")
     gone = (f"{kind} {' '.join(map(str, found.plan[kind])) or 'none'}" for kind in KINDS)
     typer.echo(f"removed: {'; '.join(gone)}")
+    if found.ratios:
+        typer.echo(f"width: {widths(found.ratios)} less")
+    if found.tokens:
+        typer.echo(f"tokens: {found.tokens}")
     if not found.goal.is_met:
         typer.echo(f"goal missed: {found.goal.text}", err=True)
         if found.goal.next:
