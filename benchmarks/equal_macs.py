@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import hetdpt
-from hetdpt.cli.options import read_counts, read_settings
+from hetdpt.cli.options import read_numbers, read_settings
 from hetdpt.measurement.machine import Machine
 from hetdpt.stages.summary import Summary
 
@@ -37,7 +37,11 @@ def runs(options: argparse.Namespace) -> dict[str, Summary]:
     found = {}
     for way, changes in WAYS.items():
         folder = options.out / way.replace(" + ", "-and-")
-        depths = {"depths": read_counts(options.depths)} if way == "depth + width" and options.depths else {}
+        depths = (
+            {"depths": read_numbers("--depths", "numbers", options.depths)}
+            if way == "depth + width" and options.depths
+            else {}
+        )
         settings = {**given, **read_settings(options.set), "out": folder, **changes, **depths}
         config = hetdpt.RunConfig.resolve(
             changes={name: value for name, value in settings.items() if value is not None}

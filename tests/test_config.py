@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hetdpt
+from hetdpt.combine.width import WidthConfig
 from hetdpt.config import RunConfig
 from hetdpt.errors import FileError, HetDPTError, PlanError, PredictError, TrainError
 from hetdpt.plan import REMOVALS
@@ -59,6 +60,13 @@ REFUSED: list[tuple[dict[str, Any], type[HetDPTError], str]] = [
     ({"plus": True, "macs": 1e9, "compare": ("random",)}, PlanError, "not compared where width goes too"),
     ({"plus": True, "macs": 1e9, "depths": (2,)}, PlanError, "but how many go is given; leave one of them out"),
     ({"plus": True, "macs": 1e9, "layers": None, "depths": (-1,)}, PlanError, "numbers of layers from 0 on"),
+    (
+        {"plus": True, "macs": 1e9, "layers": None, "depths": (4, 4)},
+        PlanError,
+        "numbers of layers from 0 on, each once",
+    ),
+    ({"width": WidthConfig(round_to=8)}, PlanError, "width says how width goes .*, but it does not; give --plus"),
+    ({"tokens": "tome:2", "removal": ("position", "identity")}, PlanError, "tokens that merge have none"),
     ({"depths": (2,)}, PlanError, "depths are numbers of layers to try before width goes, but it does not"),
     ({"tokens": "tome"}, PlanError, "tokens are METHOD:R, such as tome:8, .* not 'tome'"),
     ({"tokens": "tomé:8"}, PlanError, "tomé"),

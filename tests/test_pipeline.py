@@ -421,6 +421,17 @@ class TestOtherWays:
         with pytest.raises(PlanError, match="2 layers alone come to the goal, .* leave out --plus"):
             hetdpt.run(replace(config, out=done), redo="balance")
 
+    def test_what_a_model_cannot_do_is_said_before_hours_are_spent(self, home: Path, tmp_path: Path) -> None:
+        swin = hetdpt.create("swin_tiny_patch4_window7_224", img_size=64, num_classes=10)
+        config = {"out": tmp_path / "run", "compare": [], "rounds": None, "method": "random", "img_size": 64}
+        data = open_data("demo")
+        with pytest.raises(hetdpt.HetDPTError, match="tokens"):
+            hetdpt.run(asked(home, **config, tokens="tome:2"), inputs=(swin, data), until="analyse")
+        with pytest.raises(hetdpt.HetDPTError, match="narrower|width"):
+            hetdpt.run(asked(home, **config, plus=True, macs="50%"), inputs=(swin, data), until="analyse")
+        with pytest.raises(PlanError, match="macs .* is out of reach: with 5 % of its width it would be"):
+            hetdpt.run(asked(home, **config | {"img_size": None}, plus=True, macs="0.1%"), until="analyse")
+
     def test_so_many_layers_that_nothing_is_left_to_width(self, home: Path, tmp_path: Path) -> None:
         config = asked(home, out=tmp_path / "run", plus=True, layers=None, budget=[1, 1], rounds=None, params="99%",
                        compare=[])  # fmt: skip
@@ -517,6 +528,32 @@ class TestTheCommand:
 
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "hetdpt"]
+
+
+@pytest.mark.slow
+def test_a_run_with_width_and_tokens_that_is_killed_comes_to_the_same(home: Path, done: Path, tmp_path: Path) -> None:
+    samples = ("--samples", str(stage_directory(done, "collect") / "work"), "--plus", "--macs", "60%")
+    words = [word for word in command(home, Path("RUN")) if word not in ("--rounds", "2,2,1", "--compare", "random")]
+    at = words.index("--layers")
+    words = [*words[:at], *words[at + 2 :], *samples, "--depths", "2", "--tokens", "tome:2"]
+    found = {}
+    for name, killed in (("whole", ()), ("killed", ("balance", "balance", "narrow", "recover", "reduce"))):
+        own = [str(tmp_path / name) if word == "RUN" else word for word in words]
+        for stage in killed:
+            process = subprocess.Popen(own, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL)
+            wait_for_line(process, stage)
+            time.sleep(random.Random(stage).random())
+            process.send_signal(signal.SIGKILL)
+            process.communicate()
+        subprocess.run(own, check=True, capture_output=True)
+        stages = {record.name: record.result for record in read_stages(tmp_path / name)}
+        for candidate in stages["balance"]["candidates"]:
+            del candidate["speedup"]
+        found[name] = [
+            stages["balance"]["candidates"], stages["select"]["plan"], stages["narrow"], stages["reduce"],
+            stages["recover"]["last"], stages["measure"]["pruned"]["accuracy"], stages["measure"]["pruned"]["macs"],
+        ]  # fmt: skip
+    assert found["whole"] == found["killed"]
 
 
 @pytest.mark.slow

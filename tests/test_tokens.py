@@ -18,7 +18,7 @@ from hetdpt.adapters.models import build, unfuse_
 from hetdpt.combine import halves
 from hetdpt.combine.gtp import beside, links, propagate, rank
 from hetdpt.combine.halves import TokenStep, sparse
-from hetdpt.combine.stream import Seen, Stream
+from hetdpt.combine.stream import Seen, TokenStream
 from hetdpt.combine.tokens import TOKEN_METHODS, reduce_tokens_, restore_tokens_
 from hetdpt.combine.tome import match, merge_alike
 from hetdpt.errors import ModelError, PlanError
@@ -55,12 +55,12 @@ def random(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def stream(n: int = 17, protected: int = 1, grid: tuple[int, int] = (4, 4)) -> Stream:
+def stream(n: int = 17, protected: int = 1, grid: tuple[int, int] = (4, 4)) -> TokenStream:
     places = torch.arange(n).expand(2, -1)
-    return Stream(random(2, n, 6), protected, grid, places=places)
+    return TokenStream(random(2, n, 6), protected, grid, places=places)
 
 
-def seen(before: Stream, seed: int = 1) -> Seen:
+def seen(before: TokenStream, seed: int = 1) -> Seen:
     n = before.tokens.shape[1]
     return Seen(before.tokens, random(2, 3, n, 4, seed=seed), random(2, 3, n, n, seed=seed).softmax(-1))
 
@@ -141,7 +141,7 @@ def test_tome_by_hand() -> None:
     tokens = torch.tensor([9.0, 0.0, 1.0, 2.0, 3.0, 4.0])[None, :, None]
     sizes = torch.tensor([[1.0, 1.0, 2.0, 1.0, 3.0, 1.0]])
     places = torch.arange(6)[None]
-    before = Stream(tokens, 1, (1, 5), sizes, places)
+    before = TokenStream(tokens, 1, (1, 5), sizes, places)
     after = merge_alike(before, Seen(tokens, keys, None), 2, Tokens("tome", 2))
     assert after.tokens.flatten().tolist() == pytest.approx([9.0, 0.0, 4 / 3, 13 / 4])
     assert after.sizes is not None
@@ -179,7 +179,7 @@ def test_gtp_by_hand() -> None:
     """Four patches in a row; the second is worth least, and each of its two neighbours takes a part of it."""
     attention = torch.eye(5)[None, None] * torch.tensor([1.0, 0.9, 0.1, 0.8, 0.7])
     tokens = torch.tensor([9.0, 1.0, 10.0, 2.0, 4.0])[None, :, None]
-    before = Stream(tokens, 1, (1, 4), places=torch.arange(5)[None])
+    before = TokenStream(tokens, 1, (1, 4), places=torch.arange(5)[None])
     after = propagate(before, Seen(tokens, tokens[:, None], attention), 1, Tokens("gtp", 1, alpha=0.5, neighbours=0))
     part = 1 / 2**0.5, 1 / 2  # edges to degrees 1 and 2 from a patch of degree 2
     taken = [9.0, 1.0 + 0.5 * 10 * part[0], 2.0 + 0.5 * 10 * part[1], 4.0]
@@ -218,7 +218,7 @@ def test_links_are_to_what_is_beside_and_what_is_alike() -> None:
 
 def test_a_token_without_an_edge_left_goes_to_the_most_similar_key() -> None:
     tokens = torch.arange(4.0)[None, :, None]
-    before = Stream(tokens, 0, (1, 4), places=torch.arange(4)[None], graph=torch.zeros(1, 4, 4))
+    before = TokenStream(tokens, 0, (1, 4), places=torch.arange(4)[None], graph=torch.zeros(1, 4, 4))
     keys = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.9, 0.1], [1.0, 1.0]])[None, None]
     attention = torch.diag(torch.tensor([0.9, 0.8, 0.1, 0.7]))[None, None]
     after = propagate(before, Seen(tokens, keys, attention), 1, Tokens("gtp", 1))

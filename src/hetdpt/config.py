@@ -22,6 +22,7 @@ from pydantic import TypeAdapter, ValidationError
 from hetdpt.combine.width import WidthConfig
 from hetdpt.data.sources import DEMO
 from hetdpt.errors import FileError, HetDPTError, PlanError, PredictError, TrainError, first_line
+from hetdpt.plan import Plan
 from hetdpt.predictor.allocate import Wanted
 from hetdpt.predictor.prices import Amount, Price, read_amount
 from hetdpt.predictor.samples import CollectConfig
@@ -308,9 +309,16 @@ class RunConfig:
     def _require_width(self) -> None:
         if self.tokens is not None:
             read_tokens(self.tokens)
+            if "position" in Plan(removal=self.removal).styles:
+                raise PlanError(
+                    "the removal style 'position' leaves values for each place, and tokens that merge have none; use "
+                    "'constant', or leave out --tokens"
+                )
         if not self.plus:
             if self.depths is not None:
                 raise PlanError("depths are numbers of layers to try before width goes, but it does not; give --plus")
+            if replace(self.width, seed=0) != WidthConfig():
+                raise PlanError("width says how width goes (--round-to, ...), but it does not; give --plus")
             return
         goals = [name for name in ("macs", "params", "speedup") if getattr(self, name) is not None]
         if len(goals) != 1:
@@ -322,8 +330,11 @@ class RunConfig:
             raise PlanError("other methods remove layers alone, so they are not compared where width goes too (--plus)")
         if self.depths is not None and not self.is_balanced:
             raise PlanError("depths are numbers of layers to try, but how many go is given; leave one of them out")
-        if self.depths is not None and (not self.depths or min(self.depths) < 0):
-            raise PlanError(f"depths are {self.depths}; numbers of layers from 0 on were expected, such as 0,4,8")
+        depths = self.depths if self.depths is not None else (0,)
+        if not depths or min(depths) < 0 or len(set(depths)) < len(depths):
+            raise PlanError(
+                f"depths are {depths}; numbers of layers from 0 on, each once, were expected, such as 0,4,8"
+            )
 
     def _require_budget(self, budget: tuple[int, int]) -> None:
         if min(budget) < 0 or not sum(budget):

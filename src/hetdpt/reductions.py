@@ -6,6 +6,7 @@ Nothing is computed here: :mod:`hetdpt.combine` makes and applies them.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from fractions import Fraction
 from itertools import pairwise
 from typing import Any
 
@@ -83,8 +84,7 @@ class Tokens:
         """Return how many tokens go in each of so many blocks; both schedules come to r a block."""
         if self.schedule == "constant" or blocks == 1:
             return (self.r,) * blocks
-        so_far = [self.r * block * (2 * blocks - 1 - block) / (blocks - 1) for block in range(blocks + 1)]
-        ends = [round(gone) for gone in so_far]
+        ends = [round(Fraction(self.r * block * (2 * blocks - 1 - block), blocks - 1)) for block in range(blocks + 1)]
         return tuple(end - start for start, end in pairwise(ends))
 
     @classmethod

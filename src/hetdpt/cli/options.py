@@ -155,18 +155,6 @@ def read_rounds(text: str) -> tuple[int, int, int]:
     return attention, activation, interleaved
 
 
-def read_counts(text: str, option: str = "--depths") -> tuple[int, ...]:
-    """Return the numbers that ``text`` says, such as 0,4,8.
-
-    >>> read_counts("0, 4,8")
-    (0, 4, 8)
-    """
-    parts = text.split(",")
-    if not all(part.strip().isdecimal() for part in parts):
-        raise PredictError(f"{option} takes numbers, such as 0,4,8, not {text!r}")
-    return tuple(int(part) for part in parts)
-
-
 def read_samples(samples: Path, network: nn.Module) -> list[Row]:
     """Return the samples in a file or a directory of hetdpt collect; what is of another model is refused."""
     from hetdpt.collection.collect import read_samples

@@ -26,7 +26,7 @@ from hetdpt.cli.options import (
     Seed,
     Weights,
     Workers,
-    read_counts,
+    read_numbers,
     read_removal,
     read_rounds,
     read_settings,
@@ -152,8 +152,10 @@ def _changes(given: dict[str, Any], file: Path | None) -> dict[str, Any]:
         changes["recovery.training.epochs"] = given["epochs"]
     if "compare" in given:
         changes["compare"] = [name.strip() for name in given["compare"].split(",") if name.strip()]
+    if "seed" in given:
+        changes["width.seed"] = given["seed"]
     if "depths" in given:
-        changes["depths"] = list(read_counts(given["depths"]))
+        changes["depths"] = list(read_numbers("--depths", "numbers of layers, such as 0,4,8", given["depths"]))
     if "round_to" in given:
         changes["width.round_to"] = given["round_to"]
     if "rounds" in given:

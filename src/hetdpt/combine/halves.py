@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map_only
 
 from hetdpt.adapters.models import fused
 from hetdpt.combine.layout import TokenLayout, tensors_in
-from hetdpt.combine.stream import Seen, Stream, TokenMethod
+from hetdpt.combine.stream import Seen, TokenStream, TokenMethod
 from hetdpt.errors import ModelError
 from hetdpt.reductions import GTP_OPTIONS, Tokens
 
@@ -56,7 +56,7 @@ class TokenStep(nn.Module):
 class _Here(threading.local):
     """The tokens of the forward pass that is under way in this thread."""
 
-    stream: Stream | None = None
+    stream: TokenStream | None = None
 
 
 _HERE = _Here()
@@ -65,7 +65,7 @@ _HERE = _Here()
 class _Watch(TorchFunctionMode):
     """Sees the one attention that runs inside, which takes the sizes of tokens into account (ToMe, Eq. 1)."""
 
-    def __init__(self, step: TokenStep, stream: Stream, count: int) -> None:
+    def __init__(self, step: TokenStep, stream: TokenStream, count: int) -> None:
         super().__init__()
         self.step, self.stream = step, stream
         self.needs_map = step.method.needs_map and count > 0
@@ -97,7 +97,9 @@ class _Watch(TorchFunctionMode):
         sizes = self.stream.sizes
         bias = None if sizes is None else sizes.log().to(query.dtype)[:, None, None]  # (B, 1, 1, n)
         if self.step.fused_attn and not self.needs_map:
-            return F.scaled_dot_product_attention(query, key, value, bias, dropout_p, scale=scale)
+            attend = torch.ops.aten.scaled_dot_product_attention  # not seen again by the watch, which torch.compile keeps
+            attended: Tensor = attend(query, key, value, bias, dropout_p, scale=scale)
+            return attended
         scores = (query * (scale or query.shape[-1] ** -0.5)) @ key.mT  # (B, heads, n, n)
         attention = (scores if bias is None else scores + bias).softmax(-1)
         if self.needs_map:
@@ -151,13 +153,13 @@ def _with(args: Any, kwargs: Any, change: Callable[[Tensor], Tensor | None]) -> 
     return changed
 
 
-def _entering(step: TokenStep, before: Stream | None, tokens: Tensor) -> Stream:
+def _entering(step: TokenStep, before: TokenStream | None, tokens: Tensor) -> TokenStream:
     """Return the tokens that a block is given, with what is known of them."""
     layout = step.layout
     if step.is_first:
         count = tokens.shape[1] if layout.is_patch_read else 0
         places = torch.arange(count, device=tokens.device).expand(tokens.shape[0], -1) if count else None
-        return Stream(tokens, layout.protected, layout.grid, places=places)
+        return TokenStream(tokens, layout.protected, layout.grid, places=places)
     if before is None or before.tokens.shape != tokens.shape:
         raise ModelError(
             "the blocks of a model that reduces tokens know each other's tokens, so that they run all, from the first "
@@ -167,8 +169,8 @@ def _entering(step: TokenStep, before: Stream | None, tokens: Tensor) -> Stream:
 
 
 def _reduced(
-    block: nn.Module, step: TokenStep, stream: Stream, count: int, args: Any, kwargs: Any
-) -> tuple[Any, Stream]:
+    block: nn.Module, step: TokenStep, stream: TokenStream, count: int, args: Any, kwargs: Any
+) -> tuple[Any, TokenStream]:
     """Return what a block with attention gives, and its tokens, ``count`` of which go between attention and FFN."""
     half = _half(block, step.without_ffn if count else (), step.attention)
     with _Watch(step, stream, count) as watch:

@@ -12,7 +12,7 @@ from hetdpt.reductions import Tokens
 
 
 @dataclass(frozen=True)
-class Stream:
+class TokenStream:
     """Tokens on their way through the blocks of a model."""
 
     tokens: Tensor
@@ -42,7 +42,9 @@ class Stream:
 
     def put_back(self) -> Tensor:
         """Return tokens (B, N, D): in each place of the first N what its token has become part of."""
-        return self.tokens if self.places is None else rows(self.tokens, self.places)
+        if self.sizes is None or self.places is None:  # the very tensor where none has gone: a copy may round otherwise
+            return self.tokens
+        return rows(self.tokens, self.places)
 
 
 @dataclass(frozen=True)
@@ -61,9 +63,8 @@ class Seen:
 class TokenMethod:
     """A row of the table of methods."""
 
-    reduce: Callable[[Stream, Seen, int, Tokens], Stream]
+    reduce: Callable[[TokenStream, Seen, int, Tokens], TokenStream]
     """Returns the stream with so many tokens fewer."""
-    paper: str
     needs_map: bool = False
     """Whether it looks at the attention map, which is then computed as such."""
 
@@ -80,7 +81,7 @@ def destinations(gone: Tensor, into: Tensor, n: int) -> Tensor:
     return numbers.scatter(1, gone, numbers.gather(1, into))
 
 
-def merge(stream: Stream, gone: Tensor, into: Tensor) -> Stream:
+def merge(stream: TokenStream, gone: Tensor, into: Tensor) -> TokenStream:
     """Return the tokens once those ``gone`` (B, r) are part of ``into`` (B, r): means, weighted by size.
 
     x' = sum s x / sum s and s' = sum s over the tokens that become one, so that sum s x stays what it is.

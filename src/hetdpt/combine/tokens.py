@@ -22,13 +22,14 @@ from hetdpt.errors import HetDPTError, ModelError, first_line
 from hetdpt.gates import Constant, Pass, Zero
 from hetdpt.modules import clone
 from hetdpt.plan import KINDS, Plan
-from hetdpt.reductions import TOKEN_PAPERS, Tokens
+from hetdpt.reductions import Tokens
 from hetdpt.surgery import RECORD, InputSize, Record, gates_of, record_of, survey_of
 
 TOKEN_METHODS = {
-    "tome": TokenMethod(merge_alike, TOKEN_PAPERS["tome"]),
-    "gtp": TokenMethod(propagate, TOKEN_PAPERS["gtp"], needs_map=True),
+    "tome": TokenMethod(merge_alike),
+    "gtp": TokenMethod(propagate, needs_map=True),
 }
+"""The rows of ``TOKEN_PAPERS``, as they run."""
 
 
 def reduce_tokens_(model: nn.Module, tokens: Tokens, input_size: InputSize | None = None) -> nn.Module:

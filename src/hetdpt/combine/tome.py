@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from hetdpt.combine.stream import Seen, Stream, merge
+from hetdpt.combine.stream import Seen, TokenStream, merge
 from hetdpt.reductions import Tokens
 
 
-def merge_alike(stream: Stream, seen: Seen, count: int, tokens: Tokens) -> Stream:
+def merge_alike(stream: TokenStream, seen: Seen, count: int, tokens: Tokens) -> TokenStream:
     """Return the stream with ``count`` tokens fewer, the most similar pairs made one, by size-weighted means.
 
     Two tokens are as similar as the cosine of their keys, each the mean over heads. Tokens, without the protected

@@ -7,10 +7,17 @@ from torch import nn
 from hetdpt.adapters.models import Base
 from hetdpt.measurement.costs import count_macs, count_params
 from hetdpt.plan import Plan
+from hetdpt.surgery import record_of
+
+LESS_WIDTH = "It has lost width as well: heads, hidden features or channels."
 
 
 def model_card(model: nn.Module, base: Base, plan: Plan, input_size: tuple[int, int, int]) -> str:
     """Return a README in the hub's form: what was removed, what is left, how to load it."""
+    record = record_of(model)
+    also = [LESS_WIDTH] if record and record.is_narrowed else []
+    if record and record.tokens:
+        also.append(f"Its blocks reduce tokens at run time ({record.tokens.method}, r = {record.tokens.r}).")
     gone = [f"| {kind} | {', '.join(map(str, blocks)) or 'none'} |" for kind, blocks in _removed(plan).items()]
     size = " x ".join(str(side) for side in input_size)
     return "\n".join(
@@ -23,14 +30,15 @@ def model_card(model: nn.Module, base: Base, plan: Plan, input_size: tuple[int, 
             "",
             f"# {base.name}, {len(plan)} layers removed",
             "",
-            f"{base.name} ({base.library}) after depth pruning with hetdpt, removal `{plan.removal}`.",
+            f"{base.name} ({base.library}) after pruning with hetdpt, removal `{plan.removal}`.",
+            *also,
             "",
             "| layer | removed in blocks |",
             "|---|---|",
             *gone,
             "",
-            f"{count_params(model) / 1e6:.2f} M parameters, {count_macs(model, input_size) / 1e9:.2f} G MACs per image "
-            f"of {size} (linear layers, convolutions and attention products).",
+            f"{count_params(model):,} parameters, {count_macs(model, input_size):,} MACs per image of {size} (linear "
+            "layers, convolutions and attention products).",
             "",
             "```python",
             "import hetdpt",

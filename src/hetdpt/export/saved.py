@@ -87,8 +87,8 @@ class Recipe:
                 dtype=str(values["dtype"]),
                 preprocessing=Preprocessing.from_dict(wants) if (wants := values.get("preprocessing")) else None,
                 folded_constants=tuple(int(block) for block in values.get("folded_constants", ())),
-                widths=Widths.from_dict(sizes) if (sizes := values.get("widths")) else None,
-                tokens=Tokens.from_dict(tokens) if (tokens := values.get("tokens")) else None,
+                widths=Widths.from_dict(sizes) if (sizes := values.get("widths")) is not None else None,
+                tokens=Tokens.from_dict(tokens) if (tokens := values.get("tokens")) is not None else None,
             )
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise FileError(f"{name} is no recipe of hetdpt.save: {error!r} is wrong or missing") from None

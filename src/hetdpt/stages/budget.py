@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from math import inf
 from typing import Any
 
+from torch import nn
+
 from hetdpt.collection.collect import collect_into, read_samples
 from hetdpt.collection.work import Done
+from hetdpt.combine.tokens import reduce_tokens_
+from hetdpt.combine.width import MOST, narrow_to
 from hetdpt.config import RunConfig
 from hetdpt.data.held_out import hold_out
 from hetdpt.data.sources import Data
@@ -18,12 +22,14 @@ from hetdpt.errors import PlanError
 from hetdpt.measurement.accuracy import evaluate
 from hetdpt.measurement.costs import Costs
 from hetdpt.measurement.machine import Machine
+from hetdpt.modules import clone
 from hetdpt.plan import KINDS, Budget, Sample
 from hetdpt.predictor.allocate import allocate as split_budget
 from hetdpt.predictor.allocate import frontier, surface
 from hetdpt.predictor.polynomial import Predictor, Row, fit_predictor
-from hetdpt.predictor.prices import Prices
+from hetdpt.predictor.prices import Price, Prices
 from hetdpt.predictor.pricing import measure_prices
+from hetdpt.reductions import read_tokens
 from hetdpt.report.frontier import summary, values_of
 from hetdpt.stages.task import Result, Task
 from hetdpt.surgery import known, ready, removable, survey_of
@@ -34,11 +40,12 @@ def analyse(task: Task) -> Result:
     config, model = task.config, task.model
     base = ready(model, config.removal)
     size, weight = known(base).survey.input_size, next(model.parameters())
+    costs = Costs.of(model, size)
+    require_possible(model, config, costs)
     scores = evaluate(model, task.data, workers=config.workers, progress=task.part("evaluating the dense model"))
     task.note(f"dense: {scores.top1:.2f} % of {scores.count} images", best=scores.top1)
     prices = measure_prices(model, removal=config.removal, batch=config.batch, progress=task.progress)
     _require_reach(config, prices)
-    costs = Costs.of(model, size)
     return {
         "model": config.model,
         **asdict(Machine.of(weight.device)),
@@ -70,6 +77,21 @@ def _require_reach(config: RunConfig, prices: Prices) -> None:
             raise PlanError(
                 f"{name} {value:.4g} is out of reach: without any of the {layers} layers that can go it would be "
                 f"{best[name]:.4g}; ask for less"
+            )
+
+
+def require_possible(model: nn.Module, config: RunConfig, dense: Costs) -> None:
+    """Raise, before hours are spent on it, where ``model`` cannot lose width or tokens, or not so much."""
+    if config.tokens is not None:
+        reduce_tokens_(clone(model), read_tokens(config.tokens))
+    if not config.plus:
+        return
+    least = narrow_to(model, ratio=MOST, config=replace(config.width, importance="l2", refits=False))
+    for name, value in config.with_numbers(Price(dense.macs, dense.params)).target.items():
+        if name != "speedup" and getattr(least, name) > value:
+            raise PlanError(
+                f"{name} {value:.4g} is out of reach: with {100 * (1 - MOST):.0f} % of its width it would be "
+                f"{getattr(least, name):.4g}; ask for less"
             )
 
 

@@ -23,6 +23,7 @@ from hetdpt.config import RunConfig
 from hetdpt.data.sources import Data
 from hetdpt.entropy import require_offered
 from hetdpt.errors import TrainError
+from hetdpt.measurement.costs import Costs
 from hetdpt.measurement.machine import Machine
 from hetdpt.plan import KINDS, Budget, Kind, Plan
 from hetdpt.reductions import read_tokens
@@ -31,7 +32,7 @@ from hetdpt.runs.checkpoints import KEPT
 from hetdpt.selection.methods import Method, method_called
 from hetdpt.selection.select import kinds_of
 from hetdpt.stages import trial
-from hetdpt.stages.budget import held_out
+from hetdpt.stages.budget import held_out, require_possible
 from hetdpt.stages.outcome import ROUNDS, TIMING_SECONDS
 from hetdpt.stages.trial import Training
 from hetdpt.stages.width import BY, depths_of
@@ -163,7 +164,9 @@ class _Forecast:
         self.offered = Budget(kinds.count("attention"), kinds.count("activation"))
         self.is_guess = config.layers is None and config.budget is None
         asked = config.layers if config.budget is None else sum(config.budget)
-        self.layers = max(len(kinds) // PART, 1) if asked is None else asked
+        guess = max(self._depths) if config.is_balanced else max(len(kinds) // PART, 1)
+        self.layers = guess if asked is None else asked
+        require_possible(model, config, Costs.of(model, known(base).survey.input_size))
         self.weights = sum(tensor.nbytes for tensor in model.state_dict().values())
         for count in (self.layers, *self._depths):
             require_offered(self.sites, self._kinds(method_called(config.method), count))

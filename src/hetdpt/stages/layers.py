@@ -20,7 +20,7 @@ from hetdpt.stages.task import Result, Task
 from hetdpt.surgery import known, merge_
 from hetdpt.training.trainer import Epoch
 
-PLAN_FILE, NARROWED, MERGED, REDUCED = "plan.json", "model", "model", "model"
+PLAN_FILE, FOLDER = "plan.json", "model"  # what a stage leaves in its own directory
 
 
 def select(task: Task) -> Result:
@@ -72,7 +72,7 @@ def recover(task: Task) -> Result:
     config, updates = task.config, task.part("fine-tuning")
     epochs = recover_into(
         task.directory,
-        load(task.work_of("narrow") / NARROWED) if config.plus else deepcopy(task.model),
+        load(task.work_of("narrow") / FOLDER) if config.plus else deepcopy(task.model),
         task.model,
         task.data,
         config.recovery,
@@ -103,7 +103,7 @@ def merge(task: Task) -> Result:
     merged = merge_(clone(student))
     difference = relative_difference(student, merged, known(merged).survey.input_size)
     record = known(merged)
-    save(deepcopy(merged).cpu(), task.directory / MERGED, overwrite=True)
+    save(deepcopy(merged).cpu(), task.directory / FOLDER, overwrite=True)
     plan = replace(record.plan, fits=())
     return {"merged": len(record.merged), "difference": difference, "plan": asdict(plan)}
 
@@ -112,6 +112,6 @@ def reduce(task: Task) -> Result:
     """Return how many tokens the blocks of the merged model hand on from now on."""
     assert task.config.tokens is not None
     tokens = read_tokens(task.config.tokens)
-    model = reduce_tokens_(load(task.work_of("merge") / MERGED), tokens)
-    save(model, task.directory / REDUCED, overwrite=True)
+    model = reduce_tokens_(load(task.work_of("merge") / FOLDER), tokens)
+    save(model, task.directory / FOLDER, overwrite=True)
     return asdict(tokens)

@@ -20,7 +20,7 @@ from hetdpt.report.write import write_reports
 from hetdpt.runs.stages import SUMMARY
 from hetdpt.selection.methods import method_called
 from hetdpt.stages.budget import samples_of
-from hetdpt.stages.layers import MERGED, REDUCED, plan_of
+from hetdpt.stages.layers import FOLDER, plan_of
 from hetdpt.stages.summary import summarise
 from hetdpt.stages.task import Result, Task
 from hetdpt.studies.compare import GIVEN, CompareConfig, compare_into
@@ -62,9 +62,8 @@ def measure(task: Task) -> Result:
 
 def final_model(task: Task) -> nn.Module:
     """Return the pruned and merged model, its tokens reduced if that was asked for, on the dense one's device."""
-    is_reduced = task.config.tokens is not None
-    folder = task.work_of("reduce") / REDUCED if is_reduced else task.work_of("merge") / MERGED
-    return load(folder).to(next(task.model.parameters()).device)
+    last = "merge" if task.config.tokens is None else "reduce"
+    return load(task.work_of(last) / FOLDER).to(next(task.model.parameters()).device)
 
 
 def save(task: Task) -> Result:

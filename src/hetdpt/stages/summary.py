@@ -125,7 +125,9 @@ def _goal(task: Task) -> Goal:
     if not missed:
         return Goal(wanted.conditions, True, f"{wanted}: met")
     text = " and ".join(_shortfall(name, wanted.conditions[name], reached[name]) for name in missed)
-    further = _next(task, wanted, reached) if "allocate" in task.results and not task.config.plus else None
+    if task.config.plus:
+        return Goal(wanted.conditions, False, f"{text}; width meets a goal within 2 %, so ask for a little more")
+    further = _next(task, wanted, reached) if task.config.is_split else None
     hint = f"; next: {further.budget.attention} attention + {further.budget.activation} activation" if further else ""
     return Goal(wanted.conditions, False, f"{text}{hint or '; no further budget is in reach'}", further)
 

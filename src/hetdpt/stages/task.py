@@ -155,7 +155,7 @@ def identities(model: nn.Module, data: Data, samples: Sequence[Row] | None) -> d
 
 def _versions() -> dict[str, str]:
     found = {"python": sys.version.split()[0]}
-    for package in ("hetdpt", "torch", "timm", "transformers", "accelerate"):
+    for package in ("hetdpt", "torch", "timm", "transformers", "accelerate", "torch-pruning"):
         try:
             found[package] = version(package)
         except PackageNotFoundError:

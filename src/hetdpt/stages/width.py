@@ -30,7 +30,7 @@ from hetdpt.runs.asked import read_json
 from hetdpt.runs.run import SUMMARY
 from hetdpt.selection.select import select as select_layers
 from hetdpt.stages.budget import held_out, is_met, predictor_of, prices_of
-from hetdpt.stages.layers import NARROWED, plan_of
+from hetdpt.stages.layers import FOLDER, plan_of
 from hetdpt.stages.task import Result, Task
 from hetdpt.surgery import known, merge_
 
@@ -175,19 +175,25 @@ def _folder(task: Task, budget: Budget) -> Path:
 def narrow(task: Task) -> Result:
     """Return the sizes of the model that has lost its layers, and then as much width as the goal needs."""
     found = _narrow(task, plan_of(task), task.data)
-    save(deepcopy(found.model).cpu(), task.directory / NARROWED, overwrite=True)
+    save(deepcopy(found.model).cpu(), task.directory / FOLDER, overwrite=True)
     task.note(f"{found.macs:.4g} MACs, {found.params:.4g} parameters once merged")
     return {"target": _target(task), **_values(found), "speedup": found.speedup, "tried": found.tried}
 
 
 def _narrow(task: Task, plan: Plan, data: Data) -> Narrowed:
     """Return the dense model without the layers of ``plan``, narrowed until it meets the goal."""
-    config, seed = task.config, task.config.recovery.training.seed
+    config, seed = task.config, task.config.width.seed
     student = pruned(deepcopy(task.model), plan, data, config.images, seed, config.workers)
     wants = preprocessing_of(task.model)
     batches = LabelledBatches(data.train, wants, count=config.images, seed=seed, workers=config.workers)
     return narrow_to(
-        student, **_target(task), config=config.width, batches=batches, dense=task.model, progress=task.progress
+        student,
+        **_target(task),
+        config=config.width,
+        batches=batches,
+        dense=task.model,
+        batch=config.batch,
+        progress=task.progress,
     )
 
 
