@@ -97,8 +97,10 @@ class _Watch(TorchFunctionMode):
         sizes = self.stream.sizes
         bias = None if sizes is None else sizes.log().to(query.dtype)[:, None, None]  # (B, 1, 1, n)
         if self.step.fused_attn and not self.needs_map:
-            attend = torch.ops.aten.scaled_dot_product_attention  # not seen again by the watch, which torch.compile keeps
-            attended: Tensor = attend(query, key, value, bias, dropout_p, scale=scale)
+            fused_operator = (
+                torch.ops.aten.scaled_dot_product_attention
+            )  # a compiled block runs watched: not to be seen twice
+            attended: Tensor = fused_operator(query, key, value, bias, dropout_p, scale=scale)
             return attended
         scores = (query * (scale or query.shape[-1] ** -0.5)) @ key.mT  # (B, heads, n, n)
         attention = (scores if bias is None else scores + bias).softmax(-1)

@@ -5,8 +5,11 @@ Whether a model can have it is found out by a run without arithmetic, before any
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -15,7 +18,7 @@ from hetdpt.adapters.anatomy import Parts
 from hetdpt.adapters.trace import dry_run
 from hetdpt.combine.gtp import propagate
 from hetdpt.combine.halves import STEP, StandIns, TokenStep, run_block
-from hetdpt.combine.layout import TokenLayout, find_layout
+from hetdpt.combine.layout import TokenLayout, find_layout, tensors_in
 from hetdpt.combine.stream import TokenMethod
 from hetdpt.combine.tome import merge_alike
 from hetdpt.errors import HetDPTError, ModelError, first_line
@@ -30,14 +33,16 @@ TOKEN_METHODS = {
     "gtp": TokenMethod(propagate, needs_map=True),
 }
 """The rows of ``TOKEN_PAPERS``, as they run."""
+MAP_CALLS = ("forward_intermediates", "get_intermediate_layers")
+"""Methods of timm's models that lay the tokens between blocks out as images."""
 
 
 def reduce_tokens_(model: nn.Module, tokens: Tokens, input_size: InputSize | None = None) -> nn.Module:
     """Let the blocks of ``model`` that have attention hand on fewer tokens than they are given.
 
-    Blocks that have lost their attention are passed over. Where the answer depends on patches (average pooling, dense
-    features), each gets in its place, after the last block, the token it has become part of. ``restore_tokens_`` undoes
-    it; layers are removed before, not after.
+    Blocks that have lost their attention are passed over. Where the answer depends on patches (average pooling, maps of
+    the last block), each gets in its place, after that block, the token it has become part of; maps of blocks before
+    it are refused. ``restore_tokens_`` undoes it; layers are removed before, not after.
 
     >>> import timm
     >>> from hetdpt.measurement.costs import count_macs
@@ -54,7 +59,7 @@ def reduce_tokens_(model: nn.Module, tokens: Tokens, input_size: InputSize | Non
     layout = find_layout(model, record.survey.input_size, list(blocks))
     steps = _steps(model, record, tokens, layout)
     _put(probe := clone(model), steps)
-    _try(probe, record.survey.input_size)
+    _require_same_shapes(model, probe, record.survey.input_size)
     _put(model, steps)
     vars(model)[RECORD] = replace(record, tokens=tokens)
     return model
@@ -62,9 +67,12 @@ def reduce_tokens_(model: nn.Module, tokens: Tokens, input_size: InputSize | Non
 
 def restore_tokens_(model: nn.Module) -> nn.Module:
     """Let every block hand on all its tokens again: the very modules of before, so outputs are bit-equal."""
-    for block in model.modules():
-        if isinstance(block._modules.get(STEP), TokenStep):
-            del block._modules[STEP], vars(block)["forward"]
+    for module in model.modules():
+        if isinstance(module._modules.get(STEP), TokenStep):
+            del module._modules[STEP], vars(module)["forward"]
+        for name in MAP_CALLS:
+            if isinstance(vars(module).get(name), _Refusal):
+                del vars(module)[name]
     if record := record_of(model):
         vars(model)[RECORD] = replace(record, tokens=None)
     return model
@@ -113,17 +121,35 @@ def _stand_ins(parts: Parts, owner: str) -> StandIns:
     )
 
 
+@dataclass(frozen=True)
+class _Refusal:
+    """Stands before a method that would take the tokens that are left for all of them."""
+
+    name: str
+
+    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise ModelError(
+            f"{self.name} makes images of all tokens of a block, and this model reduces its tokens; call "
+            "restore_tokens_(model) first"
+        )
+
+
 def _put(model: nn.Module, steps: dict[str, TokenStep]) -> None:
+    for module in model.modules():
+        for name in MAP_CALLS:
+            if name in dir(type(module)):
+                vars(module).setdefault(name, _Refusal(name))
     for path, step in steps.items():
         block = model.get_submodule(path)
         block.add_module(STEP, step.train(block.training))
         vars(block)["forward"] = partial(run_block, block)
 
 
-def _try(model: nn.Module, input_size: InputSize) -> None:
+def _require_same_shapes(model: nn.Module, reduced: nn.Module, input_size: InputSize) -> None:
     """Run a model that reduces tokens, without arithmetic; ``ModelError`` says why it cannot."""
+    expected = _shapes(model, input_size)
     try:
-        dry_run(model, (2, *input_size), lambda *_: torch.no_grad())
+        found = _shapes(reduced, input_size)
     except ModelError as error:
         cause = error.__cause__
         if isinstance(cause, HetDPTError):
@@ -132,6 +158,28 @@ def _try(model: nn.Module, input_size: InputSize) -> None:
             f"{type(model).__name__} cannot reduce its tokens, as it does not take fewer of them: "
             f"{first_line(cause or error)}"
         ) from error
+    if found != expected:
+        raise ModelError(
+            f"{type(model).__name__} cannot reduce its tokens: it answers with what blocks before the last one give, and "
+            f"those would have fewer tokens, {found} in place of {expected}"
+        )
+
+
+def _shapes(model: nn.Module, input_size: InputSize) -> list[tuple[int, ...]]:
+    """Return the shapes of what a model answers to two images, found without arithmetic."""
+    shapes: list[tuple[int, ...]] = []
+
+    def look(_: nn.Module, args: Any, answer: Any) -> None:
+        shapes[:] = [tuple(tensor.shape) for tensor in tensors_in(answer)]
+
+    @contextmanager
+    def watch(copy: nn.Module, *_: Any) -> Iterator[None]:
+        copy.register_forward_hook(look)
+        with torch.no_grad():
+            yield
+
+    dry_run(model, (2, *input_size), watch)
+    return shapes
 
 
 def _require_fit(model: nn.Module, record: Record) -> None:
