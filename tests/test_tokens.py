@@ -12,16 +12,20 @@ import pytest
 import torch
 from families import named
 from torch import Tensor, nn
+from transformers import Dinov2Backbone, Dinov2Config
 
 import hetdpt
 from hetdpt.adapters.models import build, unfuse_
 from hetdpt.combine import halves
 from hetdpt.combine.gtp import beside, links, propagate, rank
 from hetdpt.combine.halves import TokenStep, sparse
+from hetdpt.combine.layout import tensors_in
 from hetdpt.combine.stream import Seen, TokenStream
 from hetdpt.combine.tokens import TOKEN_METHODS, reduce_tokens_, restore_tokens_
 from hetdpt.combine.tome import match, merge_alike
-from hetdpt.errors import ModelError, PlanError
+from hetdpt.errors import FileError, ModelError, PlanError
+from hetdpt.export.saved import RECIPE
+from hetdpt.files import read_sealed_json, write_sealed_json
 from hetdpt.measurement.agreement import outputs_of
 from hetdpt.measurement.costs import count_macs
 from hetdpt.modules import digest
@@ -127,8 +131,21 @@ def test_tokens_go_to_json_and_back() -> None:
         Tokens.from_dict({**asdict(tokens), "beta": 1})
 
 
+def test_a_number_of_tokens_may_be_any() -> None:
+    r = 10**310  # no float is as large
+    assert Tokens("tome", r, "decreasing").amounts(3) == (2 * r, r, 0)
+
+
+@pytest.mark.parametrize("tokens", [{}, {"r": 2}, [], {"method": "tome", "r": 2, "beta": 1}], ids=str)
+def test_a_saved_model_says_all_of_its_tokens(tokens: Any, model: nn.Module, tmp_path: Path) -> None:
+    recipe = hetdpt.save(reduce_tokens_(model, Tokens("tome", 2)), tmp_path / "reduced") / RECIPE
+    write_sealed_json(recipe, {**read_sealed_json(recipe), "tokens": tokens})
+    with pytest.raises(FileError, match="is no recipe of hetdpt.save"):
+        hetdpt.load(recipe.parent)
+
+
 def test_every_method_has_its_paper() -> None:
-    assert {name: method.paper for name, method in TOKEN_METHODS.items()} == TOKEN_PAPERS
+    assert set(TOKEN_METHODS) == set(TOKEN_PAPERS)
 
 
 # The methods, on tensors
@@ -377,6 +394,51 @@ def test_what_was_done_before_may_forbid_it(model: nn.Module) -> None:
         reduce_tokens_(model, Tokens("tome", 2))
     with pytest.raises(PlanError, match="call restore_tokens_\\(model\\), remove layers"):
         prune_(model, Plan(attention=(0,)))
+
+
+@pytest.mark.parametrize("options", [{}, {"class_token": False, "global_pool": "avg"}], ids=["class token", "mean"])
+def test_no_token_fewer_is_the_very_model(options: dict[str, Any]) -> None:
+    model = build(hetdpt.Base("timm", "vit_tiny_patch16_224", {**DYNAMIC, "depth": 4, **options}))
+    images = random(6, 3, 32, 32).float()
+    before = answers(model, images)
+    assert are_equal(answers(reduce_tokens_(model, Tokens("tome", 0)), images), before)
+
+
+@pytest.mark.parametrize("name", ["forward_intermediates", "get_intermediate_layers"])
+def test_maps_of_tokens_that_are_gone_are_refused(model: nn.Module, images: Tensor, name: str) -> None:
+    """timm would make an image of 4 x 4 tokens of those that are left, with fewer channels."""
+    before = tensors_in(getattr(model, name)(images))
+    reduce_tokens_(model, Tokens("tome", 4))
+    for reduced in (model, deepcopy(model)):
+        with pytest.raises(ModelError, match=f"^{name} makes images of all tokens .* call restore_tokens_"):
+            getattr(reduced, name)(images)
+    restore_tokens_(model)
+    assert are_equal(tensors_in(getattr(model, name)(images)), before)
+    assert name not in vars(model)
+
+
+def test_a_backbone_gives_maps_of_its_last_block_alone() -> None:
+    options = {"hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 3, "image_size": 32, "patch_size": 8}
+
+    def backbone(*names: str) -> nn.Module:
+        return Dinov2Backbone(Dinov2Config(**options, out_features=list(names))).eval()
+
+    reduce_tokens_(backbone("stage3"), Tokens("tome", 4), (3, 32, 32))
+    model = backbone("stage2", "stage3")
+    with pytest.raises(ModelError, match="answers with what blocks before the last one give, which would be "):
+        reduce_tokens_(model, Tokens("tome", 4), (3, 32, 32))
+    assert not steps_of(model)
+
+
+@pytest.mark.parametrize("method", ["tome", pytest.param("gtp", marks=pytest.mark.slow)])
+def test_compiled_it_computes_the_same(method: str) -> None:
+    model = build(hetdpt.Base("timm", "vit_tiny_patch16_224", DYNAMIC))
+    images = random(2, 3, 32, 32).float()
+    expected = answers(reduce_tokens_(model, Tokens(method, 2)), images)
+    torch.compiler.reset()
+    compiled = torch.compile(model, backend="eager")
+    for _ in range(2):
+        torch.testing.assert_close(answers(compiled, images), expected, rtol=1e-5, atol=1e-6)  # the same kernels
 
 
 @pytest.mark.parametrize("method", METHODS)

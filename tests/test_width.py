@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import asdict, replace
+from functools import partial
+from math import inf
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch_pruning as tp
 from families import Family, by_label, named
 from torch import Tensor, nn
 from typer.testing import CliRunner, Result
@@ -25,14 +27,15 @@ from hetdpt.cli import app
 from hetdpt.combine import width as width_room
 from hetdpt.combine.choice import Kept, Ratios, choose
 from hetdpt.combine.refit import Inputs, refit_, watching
-from hetdpt.combine.scores import Heads, Hidden, Parts, sizes_of
+from hetdpt.combine.scores import Heads, Hidden, Narrowable, sizes_of
 from hetdpt.combine.shapes import reshape_, widths_of
+from hetdpt.combine.tokens import reduce_tokens_
 from hetdpt.combine.width import WidthConfig, narrow_, narrow_to
 from hetdpt.errors import DataError, FileError, HetDPTError, ModelError, PlanError
 from hetdpt.export.saved import RECIPE
 from hetdpt.measurement.costs import Costs, count_macs, count_params
 from hetdpt.plan import Plan
-from hetdpt.reductions import Widths
+from hetdpt.reductions import Tokens, Widths
 from hetdpt.surgery import gate_, known, merge_, place_, prune_, sites
 
 PLAIN = WidthConfig(importance="l2", refits=False)
@@ -85,7 +88,7 @@ def zero_(model: nn.Module, names: dict[tuple[str, int], list[int]]) -> None:
         model.get_parameter(name).index_fill_(axis, torch.tensor(indices, dtype=torch.long), 0.0)
 
 
-def lost(model: nn.Module, parts: Parts, kept: Kept) -> dict[tuple[str, int], list[int]]:
+def lost(model: nn.Module, parts: Narrowable, kept: Kept) -> dict[tuple[str, int], list[int]]:
     """Return the columns of the layers behind heads and hidden features that go, and the queries of lost dimensions."""
     gone: dict[tuple[str, int], list[int]] = {}
     for number, indices in kept.hidden.items():
@@ -189,6 +192,38 @@ def test_a_stream_that_something_else_is_tied_to_is_not_narrowed(label: str) -> 
         narrow_(model, ALL, PLAIN)
 
 
+def test_a_stream_that_cannot_go_stays_unless_it_is_asked_for() -> None:
+    model = named(SIGLIP[0]).build()
+    assert narrow_to(model, ratio=0.4, config=PLAIN).ratios.embedding == 0
+    macs = 0.45 * count_macs(model, (3, 32, 32))  # more than half of each other size
+    found = narrow_to(model, macs=macs, config=PLAIN)
+    assert found.macs == pytest.approx(macs, rel=0.02)
+    assert found.ratios.hidden > 0.5 > found.ratios.embedding == 0
+    with pytest.raises(PlanError, match="leave it out"):
+        narrow_to(model, macs=macs, config=replace(PLAIN, shares=(1.0, 1.0, 1.0, 0.5)))
+
+
+class Wrapped(nn.Module):
+    """A model inside another, which does not say what images it takes."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.inner = model
+
+    def forward(self, images: Tensor) -> Any:
+        return self.inner(images)
+
+
+def test_a_wrapped_model_is_told_its_image_size(model: nn.Module, images: Tensor) -> None:
+    wrapped, size = Wrapped(model), (3, 32, 32)
+    with pytest.raises(ModelError, match=r"pass input_size=\(3, height, width\)"):
+        narrow_(wrapped, ALL, PLAIN)
+    found = narrow_to(wrapped, ratio=0.25, config=PLAIN, input_size=size)
+    assert found.macs == count_macs(merge_(found.model), size) < count_macs(wrapped, size)
+    alone = narrow_(deepcopy(model), ALL, PLAIN)(images)
+    assert torch.equal(narrow_(wrapped, ALL, PLAIN, input_size=size)(images), alone)
+
+
 def test_sizes_that_do_not_fit_are_refused_before_anything_changes() -> None:
     model = named("naflexvit_base_patch16_gap").build()
     before = deepcopy(model.state_dict())
@@ -237,9 +272,9 @@ def test_no_block_loses_its_last_head(model: nn.Module, images: Tensor) -> None:
     assert model(images).isfinite().all()
 
 
-def parts_of(hidden: list[list[float]], kinds: list[str]) -> Parts:
+def parts_of(hidden: list[list[float]], kinds: list[str]) -> Narrowable:
     ffn: Any = None
-    return Parts(None, tuple(Hidden(ffn, (k,), torch.tensor(h)) for h, k in zip(hidden, kinds, strict=True)), ())
+    return Narrowable(None, tuple(Hidden(ffn, (k,), torch.tensor(h)) for h, k in zip(hidden, kinds, strict=True)), ())
 
 
 def test_like_is_ranked_with_like() -> None:
@@ -264,8 +299,10 @@ def test_dimensions_are_chosen_for_each_head_but_not_under_a_shared_norm(vit: Fa
     generator = torch.Generator().manual_seed(0)
     attention = attention_at(vit.build(), "blocks.0.attn")
     scores = torch.rand(3, 16, generator=generator)
-    free = choose(Parts(None, (), (Heads(attention, scores),)), Ratios(head_dims=0.5)).heads[0]
-    tied = choose(Parts(None, (), (Heads(replace(attention, norms=("n",)), scores),)), Ratios(head_dims=0.5)).heads[0]
+    free = choose(Narrowable(None, (), (Heads(attention, scores),)), Ratios(head_dims=0.5)).heads[0]
+    tied = choose(
+        Narrowable(None, (), (Heads(replace(attention, norms=("n",)), scores),)), Ratios(head_dims=0.5)
+    ).heads[0]
     inside = [(table - 16 * torch.arange(3)[:, None]).tolist() for table in (free, tied)]
     assert inside[0] == [row.topk(8).indices.sort().values.tolist() for row in scores]
     assert inside[1] == [scores.mean(0).topk(8).indices.sort().values.tolist()] * 3
@@ -318,10 +355,8 @@ def test_a_model_is_pruned_further_after_it_was_narrowed(model: nn.Module, image
 def test_gates_and_tokens_come_after(model: nn.Module) -> None:
     with pytest.raises(PlanError, match="call restore_"):
         narrow_(gate_(deepcopy(model)), ALL, PLAIN)
-    reduced = place_(model, Plan())
-    vars(reduced)["_hetdpt"] = replace(known(reduced), tokens=hetdpt.reductions.Tokens("tome", 1))
     with pytest.raises(PlanError, match="narrower first"):
-        narrow_(reduced, ALL, PLAIN)
+        narrow_(reduce_tokens_(model, Tokens("tome", 1)), ALL, PLAIN)
 
 
 def test_scores_are_those_of_the_twin_in_the_other_library() -> None:
@@ -408,14 +443,11 @@ def test_random_follows_its_seed(model: nn.Module) -> None:
 
 
 def test_one_model_is_not_affected_by_another_before_it(model: nn.Module, images: Tensor) -> None:
-    """Torch-Pruning's own pruners write to dictionaries that are default arguments, and so to those of the next one."""
+    """As one of Torch-Pruning's own pruners is: they write to dictionaries that are default arguments."""
     alone = narrow_(deepcopy(model), ALL, PLAIN)(images)
     narrow_(named("deit_tiny_distilled_patch16_224").build(), Ratios(0.5, 0.25, 0.6, 0.5), PLAIN)
     narrow_(deepcopy(model), Ratios(heads=0.6), PLAIN)
     assert torch.equal(narrow_(model, ALL, PLAIN)(images), alone)
-    shared = [default for default in tp.pruner.BasePruner.__init__.__defaults__ if isinstance(default, dict)]
-    assert shared
-    assert not any(shared)
 
 
 class Refitted:
@@ -495,6 +527,16 @@ def test_shares_say_what_stays(model: nn.Module) -> None:
     assert (found.model.embed_dim, found.speedup, found.tried) == (48, None, 1)
 
 
+def test_a_speedup_is_measured_on_the_batch_asked_for(model: nn.Module) -> None:
+    dense, seen = deepcopy(model), list[int]()
+    dense.register_forward_pre_hook(lambda _, args: seen.append(len(args[0])))
+    with pytest.raises(
+        PlanError, match=r"a speedup of .* as it is, so that speedup of 0.01 is met with nothing gone; ask for a larger"
+    ):
+        narrow_to(model, speedup=0.01, config=PLAIN, dense=dense, batch=3)
+    assert set(seen) == {3}
+
+
 @pytest.mark.slow
 def test_a_measured_speedup_is_searched_for() -> None:
     """Timings are not judged: on a busy machine it may not be met."""
@@ -512,7 +554,7 @@ def test_targets_out_of_reach_say_how_near_one_can_come(model: nn.Module) -> Non
     only_heads = replace(PLAIN, shares=(0.0, 0.0, 1.0, 0.0))
     with pytest.raises(PlanError, match=r"macs of \d+k cannot be met within 2 %; the nearest is [\d.]+[kM] macs; ask"):
         narrow_to(model, macs=0.1 * full // 1000 * 1000, config=only_heads)
-    with pytest.raises(PlanError, match="as it is; macs of .* asks for more than that"):
+    with pytest.raises(PlanError, match="as it is, so that macs of .* is met with nothing gone; ask for fewer"):
         narrow_to(model, macs=2 * full, config=PLAIN)
     for targets in ({}, {"macs": 1e5, "ratio": 0.5}):
         with pytest.raises(PlanError, match="exactly one of ratio, macs, params and speedup"):
@@ -521,8 +563,6 @@ def test_targets_out_of_reach_say_how_near_one_can_come(model: nn.Module) -> Non
         narrow_to(model, params=-1, config=PLAIN)
     with pytest.raises(PlanError, match="ratio must be above 0 and at most 1, not 1.5"):
         narrow_to(model, ratio=1.5, config=PLAIN)
-    with pytest.raises(PlanError, match="all shares are 0"):
-        narrow_to(model, params=1e4, config=replace(PLAIN, shares=(0.0, 0.0, 0.0, 0.0)))
 
 
 @pytest.mark.parametrize(("part", "goes"), [(0.9, "hidden"), (0.6, "heads"), (0.3, "embedding")])
@@ -532,11 +572,15 @@ def test_what_is_missed_least_goes_first(model: nn.Module, part: float, goes: st
     assert [name for name in order if found[name]] == order[: order.index(goes) + 1]
 
 
+WRONG_SHARES: list[Any] = [(1, 1), (1, 1, 1, 2), (1, 1, -1, 1), ("1", 1, 1, 1), 1, (0, 0, 0, 0)]
+
+
 def test_what_is_wrong_with_settings_or_images_is_said(model: nn.Module) -> None:
     for make, text in (
         (lambda: Ratios(heads=1.5), "heads that goes is a number from 0 to 1, not 1.5"),
         (lambda: WidthConfig(importance="entropy"), "taylor, l2, random, not 'entropy'"),  # type: ignore[arg-type]
         (lambda: WidthConfig(round_to=0), "multiples of 1 or more"),
+        *((partial(WidthConfig, shares=shares), "shares are four numbers from 0 to 1") for shares in WRONG_SHARES),
     ):
         with pytest.raises(PlanError, match=text):
             make()
@@ -567,23 +611,58 @@ def test_doctored_widths_are_refused(model: nn.Module) -> None:
         ([], [("blocks.0.attn", "scale", float("inf"))], "scale"),
         ([], [("blocks.0.attn", "forward", 1)], "is not there"),
         ([], [("blocks.0.attn", "training", 1)], "is not there"),
+        ([], [("norm", "eps", 1e-9)], "is not there"),
         ([], [("nowhere", "num_heads", 1)], "is not there"),
     ):
         with pytest.raises(FileError, match=text):
             reshape_(deepcopy(wide), Widths(tuple(shapes), tuple(attributes)))
 
 
+def heads_of(widths: dict[str, Any], heads: int) -> dict[str, Any]:
+    """Return ``widths`` in which all attention layers have so many heads."""
+    attributes = [(p, name, heads if name == "num_heads" else value) for p, name, value in widths["attributes"]]
+    return {**widths, "attributes": attributes}
+
+
+DOCTORED: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
+    "heads too many": (lambda w: heads_of(w, 100), r"attn.num_heads is 100"),
+    "heads of other layers": (lambda w: heads_of(w, 1), "the widths do not fit together"),
+    "no attributes": (lambda w: {**w, "attributes": []}, "the widths do not fit together"),
+    "no shapes": (lambda w: {**w, "shapes": []}, "the widths say the stream is 36"),
+    "shape infinite": (lambda w: {**w, "shapes": [["head.weight", [inf, 1]]]}, "no recipe"),
+    "shape not whole": (lambda w: {**w, "shapes": [["head.weight", [10.0, 36]]]}, "no recipe"),
+    "more": (lambda w: {**w, "more": 1}, "no recipe"),
+    "less": (lambda w: {"shapes": w["shapes"], "attributes": w["attributes"]}, "no recipe"),
+    "list": (lambda _: [1], "no recipe"),
+    **{f"stream {value}": (lambda w, v=value: {**w, "stream": v}, "no recipe") for value in (-5, 1.5, True, inf, "x")},
+    **{
+        f"stream {value}": (lambda w, v=value: {**w, "stream": v}, "the widths say the stream is")
+        for value in (0, 35, 10**9, None)
+    },
+}
+
+
 def test_a_doctored_recipe_is_refused(model: nn.Module, tmp_path: Path) -> None:
     from hetdpt.files import read_sealed_json, write_sealed_json
 
-    hetdpt.save(narrow_(model, ALL, PLAIN), tmp_path / "saved")
-    values = read_sealed_json(tmp_path / "saved" / RECIPE)
-    assert values["widths"]["shapes"]
-    values["widths"]["attributes"].append(["blocks.0.attn", "num_heads", 100])
-    values.pop("seal", None)
-    write_sealed_json(tmp_path / "saved" / RECIPE, values)
-    with pytest.raises(FileError, match=r"blocks.0.attn.num_heads is 100"):
-        hetdpt.load(tmp_path / "saved")
+    narrow_(model, ALL, PLAIN)
+    hetdpt.save(model, tmp_path / "saved")
+    whole = read_sealed_json(tmp_path / "saved" / RECIPE)
+    assert whole["widths"]["stream"] == 36
+    for name, (doctor, text) in DOCTORED.items():
+        write_sealed_json(tmp_path / "saved" / RECIPE, {**whole, "widths": doctor(whole["widths"])})
+        with pytest.raises(FileError, match=text):
+            pytest.fail(f"{name} was not refused: {hetdpt.load(tmp_path / 'saved')}")
+    write_sealed_json(tmp_path / "saved" / RECIPE, whole)
+    hetdpt.load(tmp_path / "saved")
+
+
+def test_layers_say_the_sizes_of_their_tensors_whatever_a_file_says(model: nn.Module) -> None:
+    wide = deepcopy(place_(model, Plan()))
+    good = widths_of(narrow_(model, ALL, PLAIN), wide)
+    lies = [(path, name, 1 if name == "in_features" else value) for path, name, value in good.attributes]
+    assert lies != list(good.attributes)
+    assert reshape_(wide, replace(good, attributes=tuple(lies))).head.in_features == 36
 
 
 def test_onnx_computes_the_same(model: nn.Module, tmp_path: Path) -> None:
@@ -611,6 +690,7 @@ def test_the_command_narrows_saves_and_tells(digits_model: Path, tmp_path: Path)
     assert done.exit_code == 0, done.output
     assert "accuracy before" in done.output
     assert "accuracy after" in done.output
+    assert f"hetdpt recover {out} --teacher MODEL" in " ".join(done.output.split())
     wide, narrow = (count_macs(merge_(hetdpt.load(path)), (3, 16, 16)) for path in (digits_model, out))
     assert narrow == pytest.approx(0.7 * wide, rel=0.02)
     assert known(hetdpt.load(out)).plan.attention == (0,)
@@ -623,6 +703,30 @@ def test_the_command_prints_json_and_needs_no_images_for_l2(digits_model: Path, 
     assert found["ratios"] == {"embedding": 0.0, "hidden": 0.5, "heads": 0.0, "head_dims": 0.0}
     assert found["sizes"]["after"] == {"embedding": 48, "hidden": [96], "heads": [3], "head_dims": [16]}
     assert found["accuracy"] == {}
+
+
+def test_images_of_other_classes_do_not_end_the_command(tmp_path: Path) -> None:
+    arguments = {"depth": 1, "embed_dim": 48, "num_heads": 3, "img_size": 16, "patch_size": 4, "num_classes": 5}
+    model = Family("", Base("timm", "vit_tiny_patch16_224", arguments), 16, 1, 1).build()
+    five = hetdpt.save(model, tmp_path / "five")
+    options = ("--ratio", 0.25, "--importance", "l2", "--data", "demo", "--images", 16, "--quiet")
+    done = run("width", five, *options, "--out", tmp_path / "narrow")
+    assert done.exit_code == 0, done.output
+    assert "demo has no labelled images of a split val that fit" in done.output
+    assert (tmp_path / "narrow" / RECIPE).is_file()
+
+
+def test_the_command_times_on_the_batch_asked_for(digits_model: Path, tmp_path: Path) -> None:
+    options = ("--speedup", 0.01, "--batch", 5, "--importance", "l2", "--no-refit", "--out", tmp_path / "none")
+    seen = set[int]()
+    hook = nn.modules.module.register_module_forward_pre_hook(lambda _, args: seen.add(len(args[0])))
+    try:
+        done = run("width", digits_model, *options)
+    finally:
+        hook.remove()
+    assert "met with nothing gone" in str(done.exception)
+    assert 5 in seen
+    assert 8 not in seen  # the default
 
 
 def test_the_command_says_what_is_missing(digits_model: Path, tmp_path: Path) -> None:

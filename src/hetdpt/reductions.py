@@ -30,9 +30,11 @@ class Widths:
 
     @classmethod
     def from_dict(cls, values: Any) -> Widths:
-        shapes = tuple((str(name), tuple(int(side) for side in shape)) for name, shape in values["shapes"])
+        if set(values) != {field.name for field in fields(cls)}:
+            raise ValueError(values)
+        shapes = tuple((str(name), tuple(_whole(side) for side in shape)) for name, shape in values["shapes"])
         attributes = tuple((str(path), str(name), _number(value)) for path, name, value in values["attributes"])
-        return cls(shapes, attributes, int(stream) if (stream := values["stream"]) is not None else None)
+        return cls(shapes, attributes, _whole(stream) if (stream := values["stream"]) is not None else None)
 
 
 TOKEN_PAPERS = {"tome": "https://arxiv.org/abs/2210.09461", "gtp": "https://arxiv.org/abs/2311.03035"}
@@ -108,6 +110,12 @@ def read_tokens(text: str) -> Tokens:
 
 def _is_whole(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _whole(value: Any) -> int:
+    if not _is_whole(value):
+        raise ValueError(value)
+    return int(value)
 
 
 def _number(value: Any) -> Any:

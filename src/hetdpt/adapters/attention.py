@@ -30,6 +30,11 @@ class Names:
     foreign: tuple[str, ...] = ()
     """Parts that most models leave out and that tie dimensions together in ways that are not known here."""
 
+    @property
+    def sizes(self) -> tuple[str, ...]:
+        """The attributes that change with the sizes."""
+        return (self.heads, self.head_dim, self.scale, *((self.width,) if self.width else ()))
+
 
 _TIMM = Names(
     *("qkv", "qkv", "qkv", "proj"),
@@ -74,9 +79,8 @@ class Attention:
 
     def attributes(self, heads: int, head_dim: int) -> dict[str, float]:
         """Return the attributes that the module has once its sizes are these."""
-        names = self.names
-        found: dict[str, float] = {names.heads: heads, names.head_dim: head_dim, names.scale: head_dim**-0.5}
-        return found | ({names.width: heads * head_dim} if names.width else {})
+        values = (heads, head_dim, head_dim**-0.5, heads * head_dim)
+        return dict(zip(self.names.sizes, values, strict=False))  # the last only where the class keeps it
 
 
 def attention_at(model: nn.Module, path: str) -> Attention:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -85,6 +85,9 @@ def tokens(
     numbers = read_numbers("--r", "how many tokens go, such as 8 or 0,4,8", r)
     is_study = len(numbers) > 1 or bool(beside)
     _require_sense(is_study, numbers, data, out, overwrite)
+    if data is None:
+        asked = {"fraction": fraction, "per-class": per_class, "data-root": data_root, "download": download or None}
+        _require_none(asked)
     config = TokensConfig(
         r=numbers,
         method=method,
@@ -137,6 +140,12 @@ def _require_sense(
         raise MeasureError("--r 0 takes no token away; give 1 or more, or several numbers such as 0,4,8")
 
 
+def _require_none(options: Mapping[str, object]) -> None:
+    """Refuse options, by name, that say something of labelled images where there are none."""
+    if given := [f"--{name}" for name, value in options.items() if value is not None]:
+        raise MeasureError(f"accuracy is not measured, but {', '.join(given)} was given; add --data, or leave it out")
+
+
 def _open(model: str, beside: list[str], options: dict[str, Any]) -> dict[str, nn.Module]:
     """Return the models by name; those beside the first bring their own weights."""
     from hetdpt.export.saved import open_model, saved_directory
@@ -183,10 +192,10 @@ def _line(done: Done) -> str:
 
 
 def _print(points: list[dict[str, Any]]) -> None:
-    first = points[-1]
-    has_accuracy = first["top1"] is not None
+    last = points[-1]
+    has_accuracy = last["top1"] is not None
     columns = ["r", "tokens left", "MACs", "images/s", "speedup [95 %]", *(["accuracy [95 %]"] * has_accuracy)]
-    rows = table(f"{first['method']}, {first['schedule']} schedule", "model", *columns)
+    rows = table(f"{last['method']}, {last['schedule']} schedule", "model", *columns)
     for one in points:
         cells = [str(one["r"]), str(one["tokens_left"]), amount(one["macs"]), f"{one['throughput']:.4g}"]
         cells.append(f"{one['speedup']:.3f}x [{one['speedup_low']:.3f}, {one['speedup_high']:.3f}]")
@@ -194,17 +203,17 @@ def _print(points: list[dict[str, Any]]) -> None:
             cells.append(f"{one['top1']:.2f} % [{one['low']:.1f}, {one['high']:.1f}]")
         rows.add_row(name_of(one), *cells)
     print_(rows)
-    images = f"; accuracy on {first['images']} images" if has_accuracy else ""
-    typer.echo(f"{first['device']}, {first['dtype']}, batch {first['batch']}, {first['runs']} rounds in turns{images}")
+    images = f"; accuracy on {last['images']} images" if has_accuracy else ""
+    typer.echo(f"{last['device']}, {last['dtype']}, batch {last['batch']}, {last['runs']} rounds in turns{images}")
     for name, numbers in _slower(points).items():
         typer.echo(f"note: {name} is slower here with r {numbers} than as it is; to choose tokens takes what it saves")
 
 
 def _slower(points: list[dict[str, Any]]) -> dict[str, str]:
-    """Return the models, each with the numbers of tokens that make it slower than it is with all of them."""
-    whole = {one["model"]: one["speedup"] for one in points if one["r"] == 0}
+    """Return the models, each with the numbers of tokens that make it slower than with all: interval below interval."""
+    whole = {one["model"]: one["speedup_low"] for one in points if one["r"] == 0}
     found: dict[str, list[str]] = {}
     for one in points:
-        if one["speedup"] < whole[one["model"]]:
+        if one["speedup_high"] < whole[one["model"]]:
             found.setdefault(one["model"], []).append(str(one["r"]))
     return {model: ", ".join(numbers) for model, numbers in found.items()}

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hetdpt.cli.options import (
+    Batch,
     Classes,
     DataRoot,
     Device,
@@ -23,7 +24,7 @@ from hetdpt.cli.options import (
     Weights,
 )
 from hetdpt.cli.show import note_random_weights, print_, print_costs, print_json, stages, table
-from hetdpt.errors import DataError, PlanError
+from hetdpt.errors import DataError, ModelError, PlanError
 from hetdpt.predictor.prices import read_amount
 
 if TYPE_CHECKING:
@@ -66,6 +67,7 @@ def width(
     data_root: DataRoot = None,
     download: Download = False,
     batch_size: Annotated[int, typer.Option(min=1, help="Images per forward pass.")] = 32,
+    batch: Batch = None,
     seed: Annotated[int, typer.Option(min=0, help="Which images, and which pieces where they are random.")] = 0,
     workers: Annotated[int, typer.Option(min=0, help="Processes that read images.")] = 0,
     device: Device = None,
@@ -97,6 +99,7 @@ def width(
     with stages(quiet or as_json) as (move, _):
         where = {"root": data_root, "download": download}
         reading = {"count": images, "batch_size": batch_size, "seed": seed, "workers": workers}
+        opened = _val(network, data, where) if data else None
         batches = _batches(network, data, config, where, reading) if data else ()
         found = narrow_to(
             network,
@@ -106,10 +109,10 @@ def width(
             speedup=speedup,
             config=config,
             batches=batches,
+            batch=batch,
             progress=move,
         )
         narrow = merge_(found.model)
-        opened = _val(data, where) if data else None
         scores = _scores({"before": network, "after": narrow}, opened, batch_size, workers, move) if opened else {}
     costs = {"before": before, "after": Costs.of(narrow, size)}
     sizes = _sizes({"before": network, "after": narrow})
@@ -120,7 +123,10 @@ def width(
     if data and not opened:
         typer.echo(f"{data} has no labelled images of a split val that fit, so that accuracy is not known")
     note_random_weights(model, weights, pretrained)
-    typer.echo(f"saved to {out}; load it with hetdpt.load({str(out)!r}), train it with hetdpt recover")
+    typer.echo(
+        f"saved to {out}; load it with hetdpt.load({str(out)!r}), train it with hetdpt recover {out} --teacher MODEL "
+        "--data DATA --out RUN, where MODEL is the dense one"
+    )
 
 
 def _shares(text: str) -> tuple[float, float, float, float]:
@@ -156,14 +162,18 @@ def _batches(network: nn.Module, data: str, config: WidthConfig, where: dict[str
     return LabelledBatches(opened.train, wants, **reading)
 
 
-def _val(data: str, where: dict[str, Any]) -> Data | None:
-    """Return the labelled images of the split val, if there are any."""
+def _val(network: nn.Module, data: str, where: dict[str, Any]) -> Data | None:
+    """Return the labelled images of the split val, if there are any whose classes are those of ``network``."""
+    from hetdpt.adapters.models import num_classes_of
+    from hetdpt.data.fit import check_classes
     from hetdpt.data.sources import open_data
 
     try:
-        return open_data(data, splits=("val",), **where)
-    except DataError:
+        opened = open_data(data, splits=("val",), **where)
+        check_classes(opened.num_classes, num_classes_of(network))
+    except (DataError, ModelError):  # a model without a head has no accuracy
         return None
+    return opened
 
 
 def _scores(

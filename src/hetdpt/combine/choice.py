@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor, nn
 
-from hetdpt.combine.scores import Heads, Parts
+from hetdpt.combine.scores import Heads, Narrowable
 from hetdpt.combine.shapes import Cut
 from hetdpt.errors import PlanError
 from hetdpt.fold import exact
@@ -46,7 +46,7 @@ class Ratios:
 
 @dataclass(frozen=True)
 class Kept:
-    """What stays: indices in order, by the number of a layer in ``Parts``. Layers that lose nothing are not named."""
+    """What stays: indices in order, by the number of a layer in ``Narrowable``; one that loses nothing is not named."""
 
     stream: Tensor | None
     hidden: dict[int, Tensor]
@@ -61,7 +61,7 @@ class Kept:
         return stream, hidden, tuple((number, tuple(table.shape)) for number, table in self.heads.items())
 
 
-def choose(parts: Parts, ratios: Ratios, round_to: int | None = None) -> Kept:
+def choose(parts: Narrowable, ratios: Ratios, round_to: int | None = None) -> Kept:
     """Return what stays: of every size, what matters most.
 
     Hidden features are ranked over all FFNs of one kind, heads over all blocks, dimensions within their head (or, where
@@ -86,7 +86,7 @@ def choose(parts: Parts, ratios: Ratios, round_to: int | None = None) -> Kept:
     return Kept(stream, hidden, left if ratios.heads or ratios.head_dims else {})
 
 
-def gone(parts: Parts, kept: Kept) -> Ratios:
+def gone(parts: Narrowable, kept: Kept) -> Ratios:
     """Return which part of each size really goes; pieces are whole."""
     hidden = [(len(kept.hidden.get(number, part.scores)), len(part.scores)) for number, part in enumerate(parts.hidden)]
     tables = [(kept.heads.get(number, part.scores).shape, part.scores.shape) for number, part in enumerate(parts.heads)]
@@ -145,7 +145,7 @@ def _rounded(count: int, size: int, step: int) -> int:
     return min(max(round(count / step), 1), size // step) * step
 
 
-def cut_of(model: nn.Module, parts: Parts, kept: Kept) -> Cut:
+def cut_of(model: nn.Module, parts: Narrowable, kept: Kept) -> Cut:
     """Return which entries of the tensors of ``model`` stay, and what its attributes then say."""
     cut, there = Cut(), dict(model.named_parameters())
     if kept.stream is not None and parts.stream is not None:
@@ -179,7 +179,7 @@ def _cut_heads(cut: Cut, part: Heads, table: Tensor) -> None:
 
 
 @torch.no_grad()
-def rescale_(model: nn.Module, parts: Parts, kept: Kept) -> nn.Module:
+def rescale_(model: nn.Module, parts: Narrowable, kept: Kept) -> nn.Module:
     """Multiply the queries of heads that lost dimensions by sqrt(new / old), after the cut.
 
     Attention divides by the root of its dimensions, which are fewer now; so products of queries and keys are what

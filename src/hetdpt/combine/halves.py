@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map_only
 
 from hetdpt.adapters.models import fused
 from hetdpt.combine.layout import TokenLayout, tensors_in
-from hetdpt.combine.stream import Seen, TokenStream, TokenMethod
+from hetdpt.combine.stream import Seen, TokenMethod, TokenStream
 from hetdpt.errors import ModelError
 from hetdpt.reductions import GTP_OPTIONS, Tokens
 
@@ -97,10 +97,10 @@ class _Watch(TorchFunctionMode):
         sizes = self.stream.sizes
         bias = None if sizes is None else sizes.log().to(query.dtype)[:, None, None]  # (B, 1, 1, n)
         if self.step.fused_attn and not self.needs_map:
-            fused_operator = (
-                torch.ops.aten.scaled_dot_product_attention
-            )  # a compiled block runs watched: not to be seen twice
-            attended: Tensor = fused_operator(query, key, value, bias, dropout_p, scale=scale)
+            # by this name it is not seen again where torch.compile runs what it traced under the same watch
+            attended: Tensor = torch.ops.aten.scaled_dot_product_attention(
+                query, key, value, bias, dropout_p, scale=scale
+            )
             return attended
         scores = (query * (scale or query.shape[-1] ** -0.5)) @ key.mT  # (B, heads, n, n)
         attention = (scores if bias is None else scores + bias).softmax(-1)

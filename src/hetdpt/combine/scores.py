@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from hetdpt.adapters.attention import Attention, attention_at
 from hetdpt.adapters.ffn import Ffn
 from hetdpt.adapters.models import unfuse_
-from hetdpt.combine.shapes import Place
+from hetdpt.combine.shapes import STREAM_SIZES, Place
 from hetdpt.errors import ModelError, PlanError
 from hetdpt.fold import is_cheaper_folded
 from hetdpt.gates import Gate
@@ -32,13 +32,11 @@ from hetdpt.surgery import known, place_, record_of
 Importance = Literal["taylor", "l2", "random"]
 LAYERS = (nn.Linear, nn.Conv2d, nn.LayerNorm, nn.Embedding, nn.MultiheadAttention)
 """Whose parameters the graph knows; all others are taken to have their channels last."""
-SIZES = ("embed_dim", "num_features", "head_hidden_size", "hidden_size")
-"""What models and their parts call the width of the stream."""
 
 
 @dataclass(frozen=True)
-class Stream:
-    """The residual stream, which all blocks share: every tensor that has an axis for it."""
+class Channels:
+    """Those of the residual stream, which all blocks share: every tensor that has an axis for them."""
 
     scores: Tensor
     """(D,)"""
@@ -70,10 +68,10 @@ class Heads:
 
 
 @dataclass(frozen=True)
-class Parts:
+class Narrowable:
     """All that can be made narrower in a model."""
 
-    stream: Stream | None
+    stream: Channels | None
     """None where something else is tied to it; ``why_no_stream`` says what."""
     hidden: tuple[Hidden, ...]
     heads: tuple[Heads, ...]
@@ -164,7 +162,7 @@ def gradients(model: nn.Module) -> Iterator[None]:
             parameter.requires_grad_(learns)
 
 
-def score(model: nn.Module, importance: Importance, seed: int = 0) -> Parts:
+def score(model: nn.Module, importance: Importance, seed: int = 0) -> Narrowable:
     """Return what can be made narrower in a ``known`` model, with scores; ``taylor`` takes the gradients there are.
 
     Call it inside ``gradients``, which the graph is read off as well.
@@ -182,7 +180,7 @@ def score(model: nn.Module, importance: Importance, seed: int = 0) -> Parts:
         group = graph.group(ffn.first, is_output=True)
         hidden.append(Hidden(ffn, graph.kind(group), scorer(group)))
     stream, why_not = _stream(copy, graph, _scorer(copy, importance, seed, has_norms=True))
-    return Parts(stream, tuple(hidden), tuple(heads), why_not)
+    return Narrowable(stream, tuple(hidden), tuple(heads), why_not)
 
 
 class _Graph:
@@ -251,7 +249,7 @@ def _scorer(model: nn.Module, importance: Importance, seed: int, has_norms: bool
     return lambda group: scorer(group).double().cpu().nan_to_num()
 
 
-def _stream(model: nn.Module, graph: _Graph, scorer: Scorer) -> tuple[Stream | None, str]:
+def _stream(model: nn.Module, graph: _Graph, scorer: Scorer) -> tuple[Channels | None, str]:
     """Return the residual stream, or why it cannot be narrowed."""
     record = known(model)
     if ties := [why for why in record.survey.refusals if why.startswith("attention")]:
@@ -272,9 +270,12 @@ def _stream(model: nn.Module, graph: _Graph, scorer: Scorer) -> tuple[Stream | N
         places += _places(graph, target, graph.is_output(dep))
     places += [(name, p.ndim - 1) for name, p in graph.unseen().items() if p.shape[-1] == width]
     attributes = tuple(
-        (path, name) for path, module in model.named_modules() for name in SIZES if vars(module).get(name) == width
+        (path, name)
+        for path, module in model.named_modules()
+        for name in STREAM_SIZES
+        if vars(module).get(name) == width
     )
-    return Stream(scorer(group), tuple(dict.fromkeys(places)), attributes, tuple(norms)), ""
+    return Channels(scorer(group), tuple(dict.fromkeys(places)), attributes, tuple(norms)), ""
 
 
 def _roots(model: nn.Module) -> list[str]:

@@ -14,13 +14,21 @@ import torch
 from torch import Tensor, nn
 
 from hetdpt.adapters.anatomy import Handle, Layout, Survey
-from hetdpt.errors import FileError
+from hetdpt.adapters.attention import NAMES
+from hetdpt.adapters.trace import dry_run
+from hetdpt.errors import FileError, ModelError, first_line
 from hetdpt.gates import Constant
 from hetdpt.reductions import Widths
 from hetdpt.surgery import RECORD, known
 
 Place = tuple[str, int]
 """A tensor by name, and one of its axes."""
+STREAM_SIZES = ("embed_dim", "num_features", "head_hidden_size", "hidden_size")
+"""What models and their parts call the width of the stream."""
+LAYER_SIZES = ("in_features", "out_features", "out_channels", "embedding_dim", "normalized_shape", "shape")
+"""What layers call the sizes of their tensors."""
+SIZES = {*STREAM_SIZES, *LAYER_SIZES, *(size for names in NAMES.values() for size in names.sizes)}
+"""The attributes that say a size, and so change with it; no others do."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +106,8 @@ def widths_of(model: nn.Module, wide: nn.Module) -> Widths:
 def reshape_(model: nn.Module, widths: Widths) -> nn.Module:
     """Give ``model`` the sizes of a narrowed one; what the tensors concerned hold is lost.
 
-    No size may be new or larger than it was, whoever wrote the file it comes from; else ``FileError``.
+    No size may be new or larger than it was, and the model must run, whoever wrote the file they come from; else
+    ``FileError``.
     """
     tensors, modules = dict(_tensors(model)), dict(model.named_modules())
     for name, shape in widths.shapes:
@@ -116,8 +125,33 @@ def reshape_(model: nn.Module, widths: Widths) -> nn.Module:
         if not _is_alike(value, was) or not _is_narrower(value, was):
             raise _refusal(f"{path}.{name}", value, was)
         setattr(modules[path], name, value)
+    for name, _ in widths.shapes:
+        _follow(modules[name.rpartition(".")[0]])
+    _require_stream(model, widths.stream)
     mark_narrowed_(model, widths.stream)
+    _require_runs(model)
     return model
+
+
+def _require_stream(model: nn.Module, stream: int | None) -> None:
+    """Raise unless FFNs are given as many channels as the stream is said to have."""
+    survey, there = known(model).survey, dict(model.named_modules())
+    layers = [there.get(handle.ffn.first) for handle in survey.handles if handle.ffn]
+    given = [layer.weight.shape[1] for layer in layers if isinstance(layer, nn.Linear)]
+    said = survey.anatomy.width if stream is None else stream
+    if not 0 < said <= survey.anatomy.width or any(width != said for width in given):
+        raise _refusal("the stream", said, given[0] if given else survey.anatomy.width)
+
+
+def _require_runs(model: nn.Module) -> None:
+    """Raise unless the sizes of a ``known`` model fit together; found out without arithmetic."""
+    try:
+        dry_run(model, (2, *known(model).survey.input_size), lambda *_: torch.no_grad())
+    except ModelError as error:
+        raise FileError(
+            f"the widths do not fit together, as the model does not run with them: "
+            f"{first_line(error.__cause__ or error)}; save it again"
+        ) from error
 
 
 def _refusal(name: str, value: Any, was: Any) -> FileError:
@@ -135,8 +169,8 @@ def _like(old: Tensor, new: Tensor) -> Tensor:
 
 
 def _sizes(module: nn.Module) -> Mapping[str, Any]:
-    """Return the attributes of ``module`` that are numbers, or tuples of whole ones."""
-    return {name: value for name, value in vars(module).items() if _is_alike(value, value)}
+    """Return the attributes of ``module`` that say a size: numbers, or tuples of whole ones."""
+    return {name: value for name, value in vars(module).items() if name in SIZES and _is_alike(value, value)}
 
 
 def _is_alike(one: Any, other: Any) -> bool:

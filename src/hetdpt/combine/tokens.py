@@ -129,8 +129,8 @@ class _Refusal:
 
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise ModelError(
-            f"{self.name} makes images of all tokens of a block, and this model reduces its tokens; call "
-            "restore_tokens_(model) first"
+            f"{self.name} makes images of all tokens of a block, and a model that reduces tokens does not have them; "
+            "call restore_tokens_(model) before"
         )
 
 
@@ -160,8 +160,8 @@ def _require_same_shapes(model: nn.Module, reduced: nn.Module, input_size: Input
         ) from error
     if found != expected:
         raise ModelError(
-            f"{type(model).__name__} cannot reduce its tokens: it answers with what blocks before the last one give, and "
-            f"those would have fewer tokens, {found} in place of {expected}"
+            f"{type(model).__name__} cannot reduce its tokens: it answers with what blocks before the last one give, "
+            f"which would be {found} in place of {expected}"
         )
 
 

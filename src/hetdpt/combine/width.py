@@ -10,7 +10,7 @@ from copy import deepcopy
 from dataclasses import dataclass, replace
 from math import inf
 from operator import length_hint
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
@@ -19,21 +19,20 @@ from torch.nn import functional as F
 from hetdpt.adapters.heads import logits_of
 from hetdpt.combine.choice import Kept, Ratios, choose, cut_of, gone, rescale_
 from hetdpt.combine.refit import Inputs, refit_, watching
-from hetdpt.combine.scores import Importance, Parts, attentions_of, ffns_of, gradients, require_narrowable, score
+from hetdpt.combine.scores import Importance, Narrowable, attentions_of, ffns_of, gradients, require_narrowable, score
 from hetdpt.combine.shapes import cut_, mark_narrowed_
 from hetdpt.errors import DataError, ModelError, PlanError, first_line
 from hetdpt.measurement.costs import Costs
 from hetdpt.measurement.speed import measure_throughput
 from hetdpt.modules import checked, clone, evaluating, memory_advice
 from hetdpt.plan import Plan
-from hetdpt.surgery import known, merge_, place_, record_of
+from hetdpt.surgery import InputSize, known, merge_, place_, record_of
 
 Batches = Iterable[Any]
 """Images (B, C, H, W), or pairs of them and their labels (B,)."""
 Progress = Callable[[str, int, int], None]
 """Called with (what is done, steps done, steps in all); in all is 0 where nobody knows."""
 PURPOSE = "width pruning"
-IMPORTANCES = ("taylor", "l2", "random")
 TOLERANCE = 0.02  # how far from its target a search may end
 CLOSE = 0.005  # how near it stops
 MOST = 0.95  # of a size goes at most in a search
@@ -53,17 +52,29 @@ class WidthConfig:
     """Channels, hidden features and dimensions of heads become multiples of it."""
     shares: tuple[float, float, float, float] | None = None
     """How much goes of the embedding, hidden features, heads and dimensions of heads, relative to each other, where a
-    target is searched for; 0: that size stays. None: the first of ``RUNGS`` on which no size loses more than half."""
+    target is searched for; 0: that size stays. None: the first of ``RUNGS`` on which no size loses more than half,
+    without the embedding where that cannot be narrowed."""
     refits: bool = True
     """Whether layers behind features that go are fitted again, on the images (:mod:`hetdpt.combine.refit`)."""
     seed: int = 0
     """Of ``random``."""
 
     def __post_init__(self) -> None:
-        if self.importance not in IMPORTANCES:
-            raise PlanError(f"importance is one of {', '.join(IMPORTANCES)}, not {self.importance!r}")
+        if self.importance not in (there := get_args(Importance)):
+            raise PlanError(f"importance is one of {', '.join(there)}, not {self.importance!r}")
         if self.round_to is not None and self.round_to < 1:
             raise PlanError(f"sizes are rounded to multiples of 1 or more, not {self.round_to}")
+        if self.shares is not None and not _are_shares(self.shares):
+            raise PlanError(
+                "shares are four numbers from 0 to 1, of embedding, hidden, heads and head dims, one of them above 0, "
+                f"not {self.shares!r}"
+            )
+
+
+def _are_shares(values: Any) -> bool:
+    if not isinstance(values, tuple | list) or len(values) != len(Ratios().by_name):
+        return False
+    return all(isinstance(share, int | float) and 0 <= share <= 1 for share in values) and any(values)
 
 
 @dataclass(frozen=True)
@@ -91,12 +102,19 @@ class Narrowed:
     """How many ratios the search has looked at."""
 
 
-def narrow_(model: nn.Module, ratios: Ratios, config: WidthConfig | None = None, batches: Batches = ()) -> nn.Module:
+def narrow_(
+    model: nn.Module,
+    ratios: Ratios,
+    config: WidthConfig | None = None,
+    batches: Batches = (),
+    input_size: InputSize | None = None,
+) -> nn.Module:
     """Take the part ``ratios`` of its width from ``model``, what matters least, and return it.
 
     ``batches`` are images and labels, for ``taylor`` and for the refit (which needs no labels). Without the refit, and
     with the embedding as it was, the model computes what it did with the removed pieces set to 0. FFNs that lost their
-    activation and are worth merging keep their hidden features.
+    activation and are worth merging keep their hidden features. ``input_size`` (C, H, W) is taken from the model where
+    it says so.
 
     >>> import timm
     >>> model = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=2, num_classes=10)
@@ -106,7 +124,7 @@ def narrow_(model: nn.Module, ratios: Ratios, config: WidthConfig | None = None,
     (144, torch.Size([1, 10]))
     """
     config = config or WidthConfig()
-    seen = _Seen.of(model, config, batches, ratios)
+    seen = _Seen.of(model, config, batches, ratios, input_size)
     return seen.apply_(model, seen.choose(ratios))
 
 
@@ -120,16 +138,18 @@ def narrow_to(
     config: WidthConfig | None = None,
     batches: Batches = (),
     dense: nn.Module | None = None,
+    batch: int | None = None,
+    input_size: InputSize | None = None,
     progress: Progress | None = None,
 ) -> Narrowed:
     """Return a narrowed copy of ``model`` that meets one target within 2 %, or takes ``ratio`` times the shares.
 
     It has no more MACs or parameters, and is no slower, than that, where this can be had within 2 % as well.
     ``macs`` and ``params`` are those of the copy once it is merged, ``speedup`` is measured against ``dense``, the
-    given model by default, the two taking turns. One number is searched for, all sizes following by
-    ``config.shares``; where that is too coarse, hidden features make up the rest. A target out of reach is a
-    ``PlanError`` that says how near one can come. A ratio without shares takes from all sizes, half as much from the
-    dimensions of heads.
+    given model by default, the two taking turns on a ``batch`` of images (by default 256 on a GPU, 8 on a CPU). One
+    number is searched for, all sizes following by ``config.shares``; where that is too coarse, hidden features make up
+    the rest. A target out of reach is a ``PlanError`` that says how near one can come. A ratio without shares takes
+    from all sizes that can go, half as much from the dimensions of heads. ``input_size`` is as in ``narrow_``.
     """
     config = config or WidthConfig()
     targets = {"ratio": ratio, "macs": macs, "params": params, "speedup": speedup}
@@ -139,15 +159,13 @@ def narrow_to(
     [(name, target)] = given.items()
     if not 0 < target <= (1 if name == "ratio" else inf):
         raise PlanError(f"{name} must be above 0{' and at most 1' if name == 'ratio' else ''}, not {target}")
-    shares = Ratios(*config.shares) if config.shares else RUNGS[-1]
-    if not any(shares.by_name.values()):
-        raise PlanError("all shares are 0, so that nothing may go; give one of them a share")
-    seen = _Seen.of(model, config, batches, shares, progress)
-    search = _Search(model, seen, name, target, dense or model, progress)
+    shares = Ratios(*config.shares) if config.shares else None
+    seen = _Seen.of(model, config, batches, shares or RUNGS[-1], input_size, progress)
+    search = _Search(model, seen, name, target, _Timing(dense or model, batch), progress)
     if name == "ratio":
-        best = search.look(shares.times(target))
+        best = search.look((shares or seen.rungs[-1]).times(target))
     else:
-        best = search.find(shares) if config.shares else search.find_gently()
+        best = search.find(shares) if shares else search.find_gently()
     kept = seen.choose(best.ratios)
     narrowed = seen.apply_(deepcopy(model), kept)
     return Narrowed(narrowed, gone(seen.parts, kept), best.macs, best.params, best.speedup, search.count)
@@ -157,23 +175,35 @@ def narrow_to(
 class _Seen:
     """What was read off a model once: what each piece of it is worth, and what layers are given."""
 
-    parts: Parts
+    parts: Narrowable
     inputs: Inputs
     config: WidthConfig
+    input_size: InputSize
 
     @classmethod
     def of(
-        cls, model: nn.Module, config: WidthConfig, batches: Batches, ratios: Ratios, progress: Progress | None = None
+        cls,
+        model: nn.Module,
+        config: WidthConfig,
+        batches: Batches,
+        ratios: Ratios,
+        input_size: InputSize | None = None,
+        progress: Progress | None = None,
     ) -> _Seen:
         copy = clone(model)
         if record_of(copy) is None:
-            place_(copy, Plan())
+            place_(copy, Plan(), input_size)
         require_narrowable(copy)
         inputs: Inputs = {}
         with gradients(copy), evaluating(copy):
             _look(copy, config, batches, _refitted(copy, ratios) if config.refits else [], inputs, progress)
             parts = score(copy, config.importance, config.seed)
-        return cls(parts, inputs, config)
+        return cls(parts, inputs, config, known(copy).survey.input_size)
+
+    @property
+    def rungs(self) -> tuple[Ratios, ...]:
+        """Those of ``RUNGS`` that the model can go down to."""
+        return RUNGS if self.parts.stream else RUNGS[:-1]
 
     def choose(self, ratios: Ratios) -> Kept:
         return choose(self.parts, ratios, self.config.round_to)
@@ -191,7 +221,7 @@ class _Seen:
         shape = clone(model).to("meta")  # sizes without values
         try:
             merged = merge_(self.shrink_(shape, kept))
-            return Costs.of(merged, known(merged).survey.input_size)
+            return Costs.of(merged, self.input_size)
         except (ModelError, RuntimeError) as error:  # sizes do not fit together
             raise ModelError(
                 f"{type(model).__name__} does not run with the sizes asked for: {first_line(error)}; "
@@ -201,7 +231,7 @@ class _Seen:
     def shrink_(self, model: nn.Module, kept: Kept) -> nn.Module:
         """Do what ``apply_`` does as far as sizes are concerned."""
         if record_of(model) is None:
-            place_(model, Plan())
+            place_(model, Plan(), self.input_size)
         cut_(model, cut_of(model, self.parts, kept))
         mark_narrowed_(model, None if kept.stream is None else len(kept.stream))
         return model
@@ -280,13 +310,21 @@ def _loss(answer: Any, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits, labels.to(logits.device), reduction="sum")
 
 
+@dataclass(frozen=True)
+class _Timing:
+    """What a narrow model is timed against, and on how many images at once."""
+
+    dense: nn.Module
+    batch: int | None
+
+
 class _Search:
     """Looks for the ratios that meet a target; remembers all it has tried."""
 
     def __init__(
-        self, model: nn.Module, seen: _Seen, name: str, target: float, dense: nn.Module, progress: Progress | None
+        self, model: nn.Module, seen: _Seen, name: str, target: float, timing: _Timing, progress: Progress | None
     ) -> None:
-        self.model, self.seen, self.name, self.target, self.dense = model, seen, name, target, dense
+        self.model, self.seen, self.name, self.target, self.timing = model, seen, name, target, timing
         self.progress = progress
         self._found: dict[Any, Tried] = {}
         """By the sizes that were left."""
@@ -305,22 +343,33 @@ class _Search:
 
     def _speedup(self, kept: Kept) -> float:
         narrow = merge_(self.seen.shrink_(clone(self.model), kept))
-        models = {"dense": self.dense, "narrow": narrow}
-        size = known(narrow).survey.input_size
-        return measure_throughput(models, size, runs=50, warmup=2, seconds=SECONDS).speedup["narrow"].value
+        found = measure_throughput(
+            {"dense": self.timing.dense, "narrow": narrow},
+            self.seen.input_size,
+            batch=self.timing.batch,
+            runs=50,
+            warmup=2,
+            seconds=SECONDS,
+        )
+        return found.speedup["narrow"].value
 
     def find_gently(self) -> Tried:
         """Return the try nearest to the target on the first rung that reaches it."""
-        for shares in RUNGS[:-1]:
+        *gentle, last = self.seen.rungs
+        for shares in gentle:
             if self.excess(self.look(shares.times(HALF))) <= 0:
                 return self.find(shares)
-        return self.find(RUNGS[-1])
+        return self.find(last)
 
     def find(self, shares: Ratios) -> Tried:
         """Return the try nearest to the target; ``PlanError`` if it is not near enough."""
         whole = self.look(Ratios())
         if self.excess(whole) < -TOLERANCE:
-            raise PlanError(f"the model has {self.spell(whole)} as it is; {self._wish} asks for more than that")
+            other = "a larger one" if self.name == "speedup" else "fewer"
+            raise PlanError(
+                f"the model has {self.spell(whole)} as it is, so that {self._wish} is met with nothing gone; "
+                f"ask for {other}"
+            )
         most = MOST / max(shares.by_name.values())
         self._halve(lambda part: shares.times(part), most)
         if shares.hidden and not self._is_close(self.best):
