@@ -30,8 +30,8 @@ class Widths:
 
     @classmethod
     def from_dict(cls, values: Any) -> Widths:
-        if set(values) != {field.name for field in fields(cls)}:
-            raise ValueError(values)
+        if other := set(values) ^ {field.name for field in fields(cls)}:
+            raise ValueError(other)
         shapes = tuple((str(name), tuple(_whole(side) for side in shape)) for name, shape in values["shapes"])
         attributes = tuple((str(path), str(name), _number(value)) for path, name, value in values["attributes"])
         return cls(shapes, attributes, _whole(stream) if (stream := values["stream"]) is not None else None)

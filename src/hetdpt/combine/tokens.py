@@ -146,7 +146,7 @@ def _put(model: nn.Module, steps: dict[str, TokenStep]) -> None:
 
 
 def _require_same_shapes(model: nn.Module, reduced: nn.Module, input_size: InputSize) -> None:
-    """Run a model that reduces tokens, without arithmetic; ``ModelError`` says why it cannot."""
+    """Raise ``ModelError`` unless ``reduced`` runs, and answers in the shapes of ``model``; without arithmetic."""
     expected = _shapes(model, input_size)
     try:
         found = _shapes(reduced, input_size)
