@@ -18,6 +18,7 @@ from typing import Any
 
 import hetdpt
 from hetdpt.cli.options import read_numbers, read_settings
+from hetdpt.export.saved import open_model
 from hetdpt.measurement.machine import Machine
 from hetdpt.stages.summary import Summary
 
@@ -67,7 +68,7 @@ def main() -> None:
     parser.add_argument("--set", action="append")
     options = parser.parse_args()
     found = runs(options)
-    models = {"dense": hetdpt.create(options.model, weights=options.weights).eval()}
+    models = {"dense": open_model(options.model, weights=options.weights).eval()}
     models |= {way: hetdpt.load(options.out / way.replace(" + ", "-and-") / "model") for way in found}
     speed = hetdpt.measure_throughput(models, batch=options.batch)
     rows = [
