@@ -12,7 +12,8 @@ import argparse
 import json
 import shlex
 import sys
-from dataclasses import asdict, replace
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import hetdpt
 from hetdpt.cli.options import read_numbers, read_settings
 from hetdpt.export.saved import open_model
 from hetdpt.measurement.machine import Machine
+from hetdpt.stages.events import Event
 from hetdpt.stages.summary import Summary
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -35,24 +37,26 @@ def runs(options: argparse.Namespace) -> dict[str, Summary]:
         "model": options.model, "data": options.data, "weights": options.weights, "macs": options.macs,
         "samples": options.samples, "batch": options.batch,
     }  # fmt: skip
+    ways = {name: dict(changes) for name, changes in WAYS.items()}
+    if options.depths:
+        ways["depth + width"]["depths"] = read_numbers("--depths", "numbers of layers", options.depths)
     found = {}
-    for way, changes in WAYS.items():
-        folder = options.out / way.replace(" + ", "-and-")
-        depths = (
-            {"depths": read_numbers("--depths", "numbers", options.depths)}
-            if way == "depth + width" and options.depths
-            else {}
-        )
-        settings = {**given, **read_settings(options.set), "out": folder, **changes, **depths}
-        config = hetdpt.RunConfig.resolve(
-            changes={name: value for name, value in settings.items() if value is not None}
-        )
-        print(f"{way}: {folder}", flush=True)
-        summary = hetdpt.run(replace(config, compare=()), watch=lambda event: print(event.text, flush=True)
-                             if event.kind == "note" else None)  # fmt: skip
+    for way, changes in ways.items():
+        settings = {**given, **read_settings(options.set), **changes, "out": folder_of(way, options.out)}
+        named = {name: value for name, value in settings.items() if value is not None}
+        summary = hetdpt.run(hetdpt.RunConfig.resolve(changes=named), watch=partial(tell, way))
         assert summary is not None
         found[way] = summary
     return found
+
+
+def folder_of(way: str, out: Path) -> Path:
+    return out / way.replace(" + ", "-and-")
+
+
+def tell(way: str, event: Event) -> None:
+    if event.kind == "note":
+        print(f"{way}, {event.stage}: {event.text}", flush=True)
 
 
 def main() -> None:
@@ -69,7 +73,7 @@ def main() -> None:
     options = parser.parse_args()
     found = runs(options)
     models = {"dense": open_model(options.model, weights=options.weights).eval()}
-    models |= {way: hetdpt.load(options.out / way.replace(" + ", "-and-") / "model") for way in found}
+    models |= {way: hetdpt.load(folder_of(way, options.out) / "model") for way in found}
     speed = hetdpt.measure_throughput(models, batch=options.batch)
     rows = [
         {
