@@ -290,7 +290,7 @@ def test_too_short_a_search_is_refused(dense: nn.Module, data: Data) -> None:
 
 
 SCRIPT = """
-import json, sys
+import json, os, sys
 from dataclasses import replace
 import hetdpt, torch
 from hetdpt.selection import select as room
@@ -310,6 +310,8 @@ plans = [hetdpt.select(dense, "demo", hetdpt.Budget(2, 2), "hetdpt", config, dev
 with open(f"{sys.argv[2]}.{torch.distributed.get_rank()}", "w") as file:
     found = [[parameter.item() for parameter in search.parameters] for search in searches]
     json.dump({"plans": [[plan.attention, plan.activation] for plan in plans], "importances": found}, file)
+torch.distributed.barrier()
+os._exit(0)  # threads of the group now and then abort a process that ends in the usual way
 """
 
 

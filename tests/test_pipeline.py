@@ -416,10 +416,12 @@ class TestOtherWays:
         whole = hetdpt.restore_tokens_(hetdpt.load(tmp_path / "run" / "model"))
         assert Costs.of(whole, (3, 16, 16)).macs > summary.macs == Costs.of(model, (3, 16, 16)).macs
 
-    def test_a_goal_that_layers_alone_meet_leaves_nothing_to_width(self, home: Path, done: Path) -> None:
-        config = asked(home, plus=True, layers=None, macs="99.9%", compare=[], depths=[2])
+    def test_a_goal_that_layers_alone_meet_leaves_nothing_to_width(
+        self, home: Path, done: Path, tmp_path: Path
+    ) -> None:
+        goal = {"plus": True, "layers": None, "macs": "99.9%", "compare": [], "depths": [2]}
         with pytest.raises(PlanError, match="2 layers alone come to the goal, .* leave out --plus"):
-            hetdpt.run(replace(config, out=done), redo="balance")
+            hetdpt.run(asked(home, out=copied(done, tmp_path), **goal), redo="balance")
 
     def test_what_a_model_cannot_do_is_said_before_hours_are_spent(self, home: Path, tmp_path: Path) -> None:
         swin = hetdpt.create("swin_tiny_patch4_window7_224", img_size=64, num_classes=10)

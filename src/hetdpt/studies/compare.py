@@ -130,7 +130,7 @@ def compare_into(
     is_split, sampled = any(_is_split(cell.method) for cell in cells), list(samples or ())
     held = hold_out(opened) if is_split and samples is None else None
     if held and config.collection is None:
-        raise PredictError("a method that splits a budget does it by samples of accuracy; give them, or how to collect")
+        raise PredictError("a method that splits a budget needs samples of accuracy; give samples, or how to collect")
     share(directory, _asked(model, opened, config, samples))
     dense.to(find_device(place.device))
     if held and config.collection:
