@@ -127,6 +127,7 @@ def test_nothing_is_written_and_the_model_is_left_alone(dense: nn.Module, tmp_pa
     assert "trying the search" in told
 
 
+@pytest.mark.slow
 def test_layers_or_width_takes_as_many_updates_evaluations_and_models(dense: nn.Module, tmp_path: Path) -> None:
     samples = tmp_path / "samples.csv"
     samples.write_text("attention,activation,accuracy\n0,0,50\n1,0,49\n2,0,45\n0,1,48\n0,2,44\n1,1,46\n2,2,30\n")
