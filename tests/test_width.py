@@ -24,13 +24,12 @@ from hetdpt.adapters.heads import logits_of
 from hetdpt.adapters.models import Base, build
 from hetdpt.calibration import calibrate_
 from hetdpt.cli import app
-from hetdpt.combine import width as width_room
 from hetdpt.combine.choice import Kept, Ratios, choose
 from hetdpt.combine.refit import Inputs, refit_, watching
 from hetdpt.combine.scores import Heads, Hidden, Narrowable, sizes_of
 from hetdpt.combine.shapes import reshape_, widths_of
 from hetdpt.combine.tokens import reduce_tokens_
-from hetdpt.combine.width import WidthConfig, narrow_, narrow_to
+from hetdpt.combine.width import Seen, WidthConfig, narrow_, narrow_to
 from hetdpt.errors import DataError, FileError, HetDPTError, ModelError, PlanError
 from hetdpt.export.saved import RECIPE
 from hetdpt.measurement.costs import Costs, count_macs, count_params
@@ -112,7 +111,7 @@ def test_a_narrow_model_is_the_wide_one_with_pieces_set_to_zero(family: Family) 
     model, images = family.build().double(), family.images().double()
     wide = deepcopy(model)
     dense = tensors(wide(images))
-    seen = width_room._Seen.of(model, PLAIN, (), BUT_EMBEDDING)
+    seen = Seen.of(model, PLAIN, (), BUT_EMBEDDING)
     kept = seen.choose(BUT_EMBEDDING)
     zero_(wide, lost(wide, seen.parts, kept))
     expected = tensors(wide(images))
@@ -258,7 +257,7 @@ def test_no_block_loses_its_last_head(model: nn.Module, images: Tensor) -> None:
     with torch.no_grad():
         for parameter in model.blocks[1].attn.parameters():
             parameter.mul_(1e-3)
-    seen = width_room._Seen.of(model, PLAIN, (), ALL)
+    seen = Seen.of(model, PLAIN, (), ALL)
     scores = [part.scores * (1e-6 if number == 1 else 1) for number, part in enumerate(seen.parts.heads)]
     parts = replace(
         seen.parts, heads=tuple(replace(part, scores=s) for part, s in zip(seen.parts.heads, scores, strict=True))

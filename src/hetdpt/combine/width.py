@@ -5,9 +5,9 @@ What goes is decided by isomorphic ranking (Fang et al., 2024): like is compared
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import inf
 from operator import length_hint
 from typing import Any, get_args
@@ -20,26 +20,17 @@ from hetdpt.adapters.heads import logits_of
 from hetdpt.combine.choice import Kept, Ratios, choose, cut_of, gone, rescale_
 from hetdpt.combine.refit import Inputs, refit_, watching
 from hetdpt.combine.scores import Importance, Narrowable, attentions_of, ffns_of, gradients, require_narrowable, score
+from hetdpt.combine.search import RUNGS, Progress, Search, Timing
 from hetdpt.combine.shapes import cut_, mark_narrowed_
 from hetdpt.errors import DataError, ModelError, PlanError, first_line
 from hetdpt.measurement.costs import Costs
-from hetdpt.measurement.speed import measure_throughput
 from hetdpt.modules import checked, clone, evaluating, memory_advice
 from hetdpt.plan import Plan
 from hetdpt.surgery import InputSize, known, merge_, place_, record_of
 
 Batches = Iterable[Any]
 """Images (B, C, H, W), or pairs of them and their labels (B,)."""
-Progress = Callable[[str, int, int], None]
-"""Called with (what is done, steps done, steps in all); in all is 0 where nobody knows."""
 PURPOSE = "width pruning"
-TOLERANCE = 0.02  # how far from its target a search may end
-CLOSE = 0.005  # how near it stops
-MOST = 0.95  # of a size goes at most in a search
-SECONDS = 4.0  # of each timing
-RUNGS = (Ratios(hidden=1.0), Ratios(hidden=1.0, heads=1.0, head_dims=0.5), Ratios(1.0, 1.0, 1.0, 0.5))
-"""What goes together, what is missed least first: hidden features, then heads, then the embedding as well."""
-HALF = 0.5  # of a size goes at most before the next rung
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,17 +69,6 @@ def _are_shares(values: Any) -> bool:
 
 
 @dataclass(frozen=True)
-class Tried:
-    """What a model costs, merged, once so much of its width is gone."""
-
-    ratios: Ratios
-    macs: int
-    params: int
-    speedup: float | None = None
-    """Measured; None where nobody has."""
-
-
-@dataclass(frozen=True)
 class Narrowed:
     """A narrowed model, not merged yet, and what it costs once it is."""
 
@@ -124,7 +104,7 @@ def narrow_(
     (144, torch.Size([1, 10]))
     """
     config = config or WidthConfig()
-    seen = _Seen.of(model, config, batches, ratios, input_size)
+    seen = Seen.of(model, config, batches, ratios, input_size)
     return seen.apply_(model, seen.choose(ratios))
 
 
@@ -160,8 +140,8 @@ def narrow_to(
     if not 0 < target <= (1 if name == "ratio" else inf):
         raise PlanError(f"{name} must be above 0{' and at most 1' if name == 'ratio' else ''}, not {target}")
     shares = Ratios(*config.shares) if config.shares else None
-    seen = _Seen.of(model, config, batches, shares or RUNGS[-1], input_size, progress)
-    search = _Search(model, seen, name, target, _Timing(dense or model, batch), progress)
+    seen = Seen.of(model, config, batches, shares or RUNGS[-1], input_size, progress)
+    search = Search(model, seen, name, target, Timing(dense or model, batch), progress)
     if name == "ratio":
         best = search.look((shares or seen.rungs[-1]).times(target))
     else:
@@ -172,7 +152,7 @@ def narrow_to(
 
 
 @dataclass(frozen=True)
-class _Seen:
+class Seen:
     """What was read off a model once: what each piece of it is worth, and what layers are given."""
 
     parts: Narrowable
@@ -189,7 +169,7 @@ class _Seen:
         ratios: Ratios,
         input_size: InputSize | None = None,
         progress: Progress | None = None,
-    ) -> _Seen:
+    ) -> Seen:
         copy = clone(model)
         if record_of(copy) is None:
             place_(copy, Plan(), input_size)
@@ -308,130 +288,3 @@ def _loss(answer: Any, labels: Tensor) -> Tensor:
             f"{labels.tolist()[:4]}; were they made for another model?"
         )
     return F.cross_entropy(logits, labels.to(logits.device), reduction="sum")
-
-
-@dataclass(frozen=True)
-class _Timing:
-    """What a narrow model is timed against, and on how many images at once."""
-
-    dense: nn.Module
-    batch: int | None
-
-
-class _Search:
-    """Looks for the ratios that meet a target; remembers all it has tried."""
-
-    def __init__(
-        self, model: nn.Module, seen: _Seen, name: str, target: float, timing: _Timing, progress: Progress | None
-    ) -> None:
-        self.model, self.seen, self.name, self.target, self.timing = model, seen, name, target, timing
-        self.progress = progress
-        self._found: dict[Any, Tried] = {}
-        """By the sizes that were left."""
-
-    def look(self, ratios: Ratios) -> Tried:
-        """Return what the model costs once ``ratios`` are gone and it is merged."""
-        kept = self.seen.choose(ratios)
-        if (known_one := self._found.get(kept.sizes)) is not None:
-            return known_one
-        costs = self.seen.costs(self.model, kept)
-        found = Tried(ratios, costs.macs, costs.params, self._speedup(kept) if self.name == "speedup" else None)
-        self._found[kept.sizes] = found
-        if self.progress:
-            self.progress("searching", len(self._found), 0)
-        return found
-
-    def _speedup(self, kept: Kept) -> float:
-        narrow = merge_(self.seen.shrink_(clone(self.model), kept))
-        found = measure_throughput(
-            {"dense": self.timing.dense, "narrow": narrow},
-            self.seen.input_size,
-            batch=self.timing.batch,
-            runs=50,
-            warmup=2,
-            seconds=SECONDS,
-        )
-        return found.speedup["narrow"].value
-
-    def find_gently(self) -> Tried:
-        """Return the try nearest to the target on the first rung that reaches it."""
-        *gentle, last = self.seen.rungs
-        for shares in gentle:
-            if self.excess(self.look(shares.times(HALF))) <= 0:
-                return self.find(shares)
-        return self.find(last)
-
-    def find(self, shares: Ratios) -> Tried:
-        """Return the try nearest to the target; ``PlanError`` if it is not near enough."""
-        whole = self.look(Ratios())
-        if self.excess(whole) < -TOLERANCE:
-            other = "a larger one" if self.name == "speedup" else "fewer"
-            raise PlanError(
-                f"the model has {self.spell(whole)} as it is, so that {self._wish} is met with nothing gone; "
-                f"ask for {other}"
-            )
-        most = MOST / max(shares.by_name.values())
-        self._halve(lambda part: shares.times(part), most)
-        if shares.hidden and not self._is_close(self.best):
-            ratios = self.best.ratios
-            self._halve(lambda part: replace(ratios, hidden=part), MOST)
-        if abs(self.excess(self.best)) > TOLERANCE:
-            raise PlanError(
-                f"{self._wish} cannot be met within {100 * TOLERANCE:.0f} %; the nearest is {self.spell(self.best)}; "
-                "ask for that, or change the shares or what sizes are rounded to"
-            )
-        return self.best
-
-    def _halve(self, ratios: Callable[[float], Ratios], high: float) -> None:
-        """Halve the range from 0 to ``high`` until the target is near, or the range is nothing."""
-        low, steps = 0.0, 8 if self.name == "speedup" else 16
-        if self.excess(self.look(ratios(high))) > 0:
-            return
-        for _ in range(steps):
-            middle = (low + high) / 2
-            found = self.look(ratios(middle))
-            if self._is_close(found):
-                return
-            low, high = (middle, high) if self.excess(found) > 0 else (low, middle)
-
-    def _is_close(self, tried: Tried) -> bool:
-        return -CLOSE <= self.excess(tried) <= 0
-
-    @property
-    def count(self) -> int:
-        """How many it has tried."""
-        return len(self._found)
-
-    @property
-    def best(self) -> Tried:
-        """The nearest to the target, of those that meet it if one of them is near enough."""
-        return min(
-            self._found.values(), key=lambda one: (not -TOLERANCE <= self.excess(one) <= 0, abs(self.excess(one)))
-        )
-
-    def excess(self, tried: Tried) -> float:
-        """Return by which part of the target a try has too much; below 0 too much is gone."""
-        if tried.speedup is not None:
-            return self.target / tried.speedup - 1
-        return float(getattr(tried, self.name)) / self.target - 1
-
-    @property
-    def _wish(self) -> str:
-        return f"{self.name} of {_number(self.target)}"
-
-    def spell(self, tried: Tried) -> str:
-        if tried.speedup is not None:
-            return f"a speedup of {tried.speedup:.3f}"
-        return f"{_number(getattr(tried, self.name))} {self.name}"
-
-
-def _number(value: float) -> str:
-    """Return a number as people write it.
-
-    >>> _number(2.4e9), _number(5.72e6), _number(1.5)
-    ('2.4G', '5.72M', '1.5')
-    """
-    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if value >= size:
-            return f"{value / size:.4g}{unit}"
-    return f"{value:.4g}"

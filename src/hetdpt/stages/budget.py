@@ -12,8 +12,9 @@ from torch import nn
 
 from hetdpt.collection.collect import collect_into, read_samples
 from hetdpt.collection.work import Done
+from hetdpt.combine.search import MOST
 from hetdpt.combine.tokens import reduce_tokens_
-from hetdpt.combine.width import MOST, narrow_to
+from hetdpt.combine.width import narrow_to
 from hetdpt.config import RunConfig
 from hetdpt.data.held_out import hold_out
 from hetdpt.data.sources import Data

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from hetdpt.collection.tree import DENSE, LETTERS, Node, tree_of
-from hetdpt.combine.width import SECONDS
+from hetdpt.combine.search import SECONDS
 from hetdpt.config import RunConfig
 from hetdpt.data.sources import Data
 from hetdpt.entropy import require_offered

@@ -183,12 +183,13 @@ def narrow(task: Task) -> Result:
 def _narrow(task: Task, plan: Plan, data: Data) -> Narrowed:
     """Return the dense model without the layers of ``plan``, narrowed until it meets the goal."""
     config, seed = task.config, task.config.width.seed
+    target: dict[str, Any] = _target(task)
     student = pruned(deepcopy(task.model), plan, data, config.images, seed, config.workers)
     wants = preprocessing_of(task.model)
     batches = LabelledBatches(data.train, wants, count=config.images, seed=seed, workers=config.workers)
     return narrow_to(
         student,
-        **_target(task),
+        **target,
         config=config.width,
         batches=batches,
         dense=task.model,
