@@ -48,7 +48,7 @@ class WidthConfig:
     refits: bool = True
     """Whether layers behind features that go are fitted again, on the images (:mod:`hetdpt.combine.refit`)."""
     seed: int = 0
-    """Of ``random``."""
+    """Of ``random`` and, in a run, of the images that are looked at."""
 
     def __post_init__(self) -> None:
         if self.importance not in (there := get_args(Importance)):

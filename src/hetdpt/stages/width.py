@@ -134,7 +134,7 @@ def _try(task: Task, split: Split, held: Data) -> dict[str, Any]:
                 task.model, held, split.budget, BY, select, device=config.device, workers=config.workers
             )
         found = _narrow(task, plan, held)
-        save(deepcopy(found.model).cpu(), folder / START, overwrite=True, notes={FOUND: json.dumps(_values(found))})
+        save(found.model.cpu(), folder / START, overwrite=True, notes={FOUND: json.dumps(_values(found))})
     epochs = recover_into(
         folder / BRIEF,
         load(folder / START),
@@ -175,7 +175,7 @@ def _folder(task: Task, budget: Budget) -> Path:
 def narrow(task: Task) -> Result:
     """Return the sizes of the model that has lost its layers, and then as much width as the goal needs."""
     found = _narrow(task, plan_of(task), task.data)
-    save(deepcopy(found.model).cpu(), task.directory / FOLDER, overwrite=True)
+    save(found.model.cpu(), task.directory / FOLDER, overwrite=True)
     task.note(f"{found.macs:.4g} MACs, {found.params:.4g} parameters once merged")
     return {"target": _target(task), **_values(found), "speedup": found.speedup, "tried": found.tried}
 

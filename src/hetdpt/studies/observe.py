@@ -177,8 +177,8 @@ class _Job:
         return f"{task.part}-{task.key}"
 
     def result(self, task: Task) -> Result | None:
-        file = self._file(task)
-        return _read(file, task.part) if file.is_file() else None
+        found: Result | None = read_measured(self._file(task), TYPES[task.part])
+        return found
 
     def can_begin(self, task: Task) -> bool:
         return True
@@ -236,16 +236,22 @@ def _clear(directory: Path, name: str) -> None:
     shutil.rmtree(directory / STEPS / name, ignore_errors=True)
 
 
-def _read(file: Path, part: Part) -> Any:
+def read_measured(file: Path, kind: Any) -> Any:
+    """Return what was written of a measurement, as a value of that ``kind``; None where nothing was."""
     try:
-        return TypeAdapter(TYPES[part]).validate_json(file.read_text())
+        return TypeAdapter(kind).validate_json(file.read_text())
+    except FileNotFoundError:
+        return None
     except ValueError as error:
         raise FileError(f"{file} is damaged ({first_line(error)}); remove it to measure it again") from None
 
 
 def read_results(directory: Path) -> Observations:
     """Return all that was observed in ``directory``, the removals in order, layers by block."""
-    found = {part: [_read(file, part) for file in (directory / part).glob("[!.]*.json")] for part in TYPES}
+    found = {
+        part: [read_measured(file, kind) for file in (directory / part).glob("[!.]*.json")]
+        for part, kind in TYPES.items()
+    }
     accuracies, disparities, asymmetries = found.values()
     disparities.sort(key=lambda row: _rank(row.removal))
     asymmetries.sort(key=lambda row: (_rank(row.removal), row.site.block, KINDS.index(row.site.kind)))

@@ -17,7 +17,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter
 from torch import Tensor, nn
 
 from hetdpt.adapters.models import input_size_of, num_classes_of
@@ -28,7 +27,7 @@ from hetdpt.combine.tokens import reduce_tokens_
 from hetdpt.data.fit import check_classes
 from hetdpt.data.sources import Data, open_data
 from hetdpt.data.subset import subset
-from hetdpt.errors import DataError, FileError, MeasureError, ModelError, PlanError, first_line
+from hetdpt.errors import DataError, MeasureError, ModelError, PlanError
 from hetdpt.files import written
 from hetdpt.measurement.accuracy import BATCH, evaluate
 from hetdpt.measurement.costs import Costs
@@ -39,6 +38,7 @@ from hetdpt.reductions import Tokens
 from hetdpt.report.tokens import draw, write_csv
 from hetdpt.runs.run import share
 from hetdpt.studies.compare_work import write_values
+from hetdpt.studies.observe import read_measured
 from hetdpt.surgery import InputSize, known, ready, record_of, survey_of
 
 POINTS, SPEED = "points", "speed.json"
@@ -338,9 +338,9 @@ class _Job:
 
     def result(self, case: Case | None) -> Point | Speeds | None:
         if case:
-            point: Point | None = _read(self._file(case), Point)
+            point: Point | None = read_measured(self._file(case), Point)
             return point
-        speeds: Speeds | None = _read(self._file(None), Speeds)
+        speeds: Speeds | None = read_measured(self._file(None), Speeds)
         return speeds if speeds and all(self.bench.key(case) in speeds for case in self.bench.cases) else None
 
     def can_begin(self, case: Case | None) -> bool:
@@ -361,16 +361,6 @@ class _Job:
 
     def _file(self, case: Case | None) -> Path:
         return self.directory / POINTS / f"{self.bench.key(case)}.json" if case else self.directory / SPEED
-
-
-def _read(file: Path, kind: Any) -> Any:
-    """Return what was written; None where it has not been."""
-    try:
-        return TypeAdapter(kind).validate_json(file.read_text())
-    except FileNotFoundError:
-        return None
-    except ValueError as error:
-        raise FileError(f"{file} is damaged ({first_line(error)}); remove it to measure it again") from None
 
 
 def _write(directory: Path, rows: list[Row]) -> None:
