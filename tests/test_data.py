@@ -26,9 +26,11 @@ from hetdpt.adapters.preprocessing import Preprocessing
 from hetdpt.data.augmentation import Augmentation, evaluation_transform, training_transform
 from hetdpt.data.batches import Batch, EvaluationBatches, Share, TrainingBatches
 from hetdpt.data.fit import check_classes
+from hetdpt.data.pictures import prepared
 from hetdpt.data.sources import Source, open_data
 from hetdpt.data.streams import Stream
 from hetdpt.data.subset import balanced_order, subset
+from hetdpt.data.views import in_mode
 from hetdpt.errors import DataError
 from hetdpt.randomness import seeded
 
@@ -428,6 +430,27 @@ def test_grey_models_get_grey_images(policy: str | None) -> None:
     assert next(iter(EvaluationBatches(source, wanted, batch_size=2))).images.shape == (2, 1, 16, 16)
 
 
+TONES = np.tile(np.arange(0, 240, 20, dtype=np.uint8), (12, 1))
+
+
+@pytest.mark.parametrize("mode", ["L", "RGB"])
+@pytest.mark.parametrize("kind", ["PNG", "TIFF", "PPM"])
+def test_grey_of_16_bits_is_scaled_to_8(mode: str, kind: str) -> None:
+    """PIL reads it as I;16, or as I in PPM, and would make everything above 255 white."""
+    file = io.BytesIO()
+    Image.fromarray(TONES.astype(np.uint16) * 257).save(file, kind)
+    with Image.open(file) as image:
+        seen = in_mode(image, mode)
+    assert seen.mode == mode
+    assert (np.asarray(seen) == np.asarray(Image.fromarray(TONES).convert(mode))).all()
+
+
+def test_what_is_in_the_mode_already_is_not_copied_and_colours_are_pil_s() -> None:
+    image = picture(0)
+    assert in_mode(image, "RGB") is image
+    assert (np.asarray(in_mode(image, "L")) == np.asarray(image.convert("L"))).all()
+
+
 def test_evaluation_is_timms_for_the_model(train: Source) -> None:
     import timm
     from timm.data import create_transform, resolve_model_data_config
@@ -742,6 +765,28 @@ def test_an_unreadable_image_of_a_stream_is_counted(shards: str) -> None:
     batches = list(EvaluationBatches(stream(open_data(shards).val), WANTED, batch_size=4))
     assert sum(int((batch.targets >= 0).sum()) for batch in batches) == 8
     assert batches[-1].unreadable == (f"{folder} validation, unreadable 1 of process 0",)
+
+
+@unclosed
+def test_grey_of_16_bits_is_seen_in_folders_single_files_and_shards(tmp_path: Path) -> None:
+    import webdataset
+
+    seen: list[list[torch.Tensor]] = []
+    for name, pixels in (("8", TONES), ("16", TONES.astype(np.uint16) * 257)):
+        folder = write_folder(tmp_path / name, per_class=1)
+        file = folder / "val/cat/1.png"
+        Image.fromarray(pixels).save(file)
+        shards = write_shards(tmp_path / f"shards{name}", val=[1])
+        with webdataset.TarWriter(str(shards / "val-0.tar")) as tar:
+            tar.write({"__key__": "0", "png": file.read_bytes(), "cls": "0"})
+        val = listed(open_data(str(folder)).val)
+        [batch, *_] = EvaluationBatches(val, WANTED, batch_size=2)
+        [streamed] = EvaluationBatches(stream(open_data(f"wds/{shards}", splits=("val",)).val), WANTED, batch_size=1)
+        seen.append([batch.images[1], prepared([file], WANTED)[0], streamed.images[0]])
+    assert val.name_of(1) == str(file)
+    for eight, sixteen in zip(*seen, strict=True):
+        assert torch.equal(eight, sixteen)
+    assert len(seen[1][0].unique()) > 2  # not all white
 
 
 @unclosed

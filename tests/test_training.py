@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import replace
 from itertools import islice, pairwise
@@ -16,6 +17,7 @@ from torch.nn import functional as F
 
 import hetdpt
 from hetdpt.adapters.heads import Classifier, logits_of, pair_of
+from hetdpt.data.annotated import AnnotatedBatch
 from hetdpt.data.augmentation import Augmentation
 from hetdpt.data.batches import Batch
 from hetdpt.data.sources import open_data
@@ -25,8 +27,9 @@ from hetdpt.plan import Plan
 from hetdpt.recovery import RecoverConfig, recover
 from hetdpt.surgery import drop_paths, merge_, prune_
 from hetdpt.training.config import TrainConfig
-from hetdpt.training.objective import Distillation, Objective
-from hetdpt.training.trainer import Epoch
+from hetdpt.training.objective import Distillation, Objective, OwnLoss
+from hetdpt.training.processes import start
+from hetdpt.training.trainer import Epoch, Trainer
 
 PLAIN = TrainConfig(epochs=2, batch_size=16, lr=1e-3, lr_batch=None, mixup=0, cutmix=0, smoothing=0, ema_decay=0)
 SHORT = RecoverConfig(
@@ -461,3 +464,53 @@ def test_progress_knows_the_end() -> None:
     assert seen[-1].seconds_left == 0
     assert seen[0].seconds_left > 0
     assert hetdpt.recover is recover
+
+
+# Losses of the model's own, and a backbone that learns more slowly.
+
+
+class Sum(nn.Module):
+    """A model whose loss is the sum of what it is made of, so that every gradient is 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone, self.head = nn.Linear(2, 2), nn.Linear(2, 2)
+
+    def forward(self, images: Tensor, targets: Any) -> Tensor:
+        assert [target["boxes"].item() for target in targets] == images[:, 0, 0, 0].tolist()
+        return torch.stack([parameter.sum() for parameter in self.parameters()]).sum()
+
+
+class Ones:
+    """Two batches of two images each, every one with what is known of it."""
+
+    def __len__(self) -> int:
+        return 2
+
+    def epoch(self, number: int, start: int = 0) -> Iterator[AnnotatedBatch]:
+        for batch in range(start, 2):
+            values = torch.tensor([2.0 * batch, 2.0 * batch + 1])
+            targets = tuple({"boxes": value} for value in values)
+            yield AnnotatedBatch(values[:, None, None, None].expand(2, 3, 4, 4), targets, torch.arange(2))
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_a_backbone_takes_its_part_of_every_step(weight_decay: float) -> None:
+    model = Sum()
+    before = deepcopy(model)
+    rates = {"lr": 0.1, "backbone_lr": 0.25, "momentum": 0.0, "optimizer": "momentum", "schedule": "constant"}
+    config = replace(PLAIN, epochs=1, batch_size=2, weight_decay=weight_decay, **rates)
+    trainer = Trainer(start(device="cpu"), OwnLoss(model), Ones(), config)
+    assert [epoch.number for epoch in trainer.epochs()] == [0, 1]
+    for (name, new), old in zip(model.named_parameters(), before.parameters(), strict=True):
+        rate = 0.025 if name.startswith("backbone.") else 0.1
+        expected = old.detach()
+        for _ in range(2):
+            decay = weight_decay if new.ndim > 1 else 0.0  # biases are exempt
+            expected = expected - rate * (1 + decay * expected)
+        torch.testing.assert_close(new.detach(), expected, rtol=0, atol=1e-6)  # float32 rounding of two steps
+
+
+def test_a_slow_backbone_and_layer_decay_are_refused_together() -> None:
+    with pytest.raises(TrainError, match="backbone_lr and layer_decay both say how fast a layer learns; leave one out"):
+        TrainConfig(backbone_lr=0.5, layer_decay=0.9)

@@ -10,7 +10,7 @@ from copy import deepcopy
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 
@@ -36,6 +36,7 @@ from hetdpt.training.trainer import Epoch, Progress
 EVERY = 50  # updates between two lines of metrics.jsonl
 CALIBRATION = 256  # images
 START = "start"
+One = TypeVar("One")
 
 
 def recover_into(
@@ -85,9 +86,9 @@ def recover_into(
             device=device,
             workers=workers,
             keeper=run.checkpoints,
-            watch=partial(_log, run, watch),
+            watch=partial(log, run, watch),
         )
-        yield from _keep(run, epochs, merges)
+        yield from keep(run, epochs, Epoch.record, partial(_save, run.directory, merges))
 
 
 def select_into(
@@ -150,16 +151,28 @@ def _start(run: Run, asked: dict[str, Any], plan: Plan, prune: Callable[[], nn.M
     """Return the student as its training begins: pruned, or calibrated once and then loaded."""
     if not plan.fitted:
         return prune()
-    start = run.directory / START
-    made_of = json.dumps({key: asked[key] for key in ("student", "plan", "calibration", "data", "training.seed")})
-    note = start / "start.json"
-    if not note.is_file() or note.read_text() != made_of:
+    made_of = {key: asked[key] for key in ("student", "plan", "calibration", "data", "training.seed")}
+    return made_once(run, made_of, lambda place: save(prune().cpu(), **place), load)
+
+
+def made_once(
+    run: Run, made_of: dict[str, Any], make: Callable[[dict[str, Any]], object], load: Callable[[Path], One]
+) -> One:
+    """Return what a training begins with, from ``start``; it is made there once, and anew if ``made_of`` differs.
+
+    A run that has no checkpoint yet may be begun with something else. ``make`` is given what ``save`` is told.
+    """
+    start, text = run.directory / START, json.dumps(made_of)
+    note = start / f"{START}.json"
+    if not note.is_file() or note.read_text() != text:
         with run.alone():
-            save(prune().cpu(), start, overwrite=True, notes={note.name: made_of})
+            make({"directory": start, "overwrite": True, "notes": {note.name: text}})
     return load(start)
 
 
-def _keep(run: Run, epochs: Iterator[Epoch], merges: bool) -> Iterator[Epoch]:
+def keep(
+    run: Run, epochs: Iterator[One], record: Callable[[One], dict[str, Any]], save: Callable[[One], None]
+) -> Iterator[One]:
     """Write what every epoch came to before handing it on, and at the end what the run came to."""
     if not run.is_first:
         yield from epochs
@@ -168,34 +181,40 @@ def _keep(run: Run, epochs: Iterator[Epoch], merges: bool) -> Iterator[Epoch]:
         for scratch in run.directory.glob(".*"):  # which a kill has left half written
             shutil.rmtree(scratch, ignore_errors=True)
         for epoch in epochs:
-            run.metrics.write("epoch", **epoch.record())
-            _save(epoch, run.directory, merges)
+            run.metrics.write("epoch", **record(epoch))
+            save(epoch)
             yield epoch
         run.finish(_summary(run.metrics.read("epoch")))
 
 
-def _log(run: Run, watch: Callable[[Progress], None] | None, now: Progress) -> None:
+def log(run: Run, watch: Callable[[Progress], None] | None, now: Progress) -> None:
+    """Write a line about ``now`` if one is due, and tell who watches."""
     if now.update % EVERY == 0:
         run.metrics.write("update", update=now.update, loss=now.mean_loss(), lr=now.lr)
     if watch is not None:
         watch(now)
 
 
-def _save(epoch: Epoch, directory: Path, merges: bool) -> None:
-    """Write the models that are due after ``epoch``: a better one than ever, and at the end those of the end."""
+def _save(directory: Path, merges: bool, epoch: Epoch) -> None:
+    for name, copy in due(epoch):
+        save(merge_(copy) if merges else copy, directory / name, overwrite=True)
+
+
+def due(epoch: Epoch) -> Iterator[tuple[str, nn.Module]]:
+    """Yield copies of the models to save after ``epoch``: a better one than ever, and at the end those of the end."""
     is_end = epoch.number == epoch.epochs
     due = {"best": epoch.is_best, "last": is_end, "ema": is_end and epoch.average is not None}
     for name in (name for name, is_due in due.items() if is_due):
         model = epoch.average if name == "ema" else epoch.student
         assert model is not None
-        copy = deepcopy(model).cpu()
-        save(merge_(copy) if merges else copy, directory / name, overwrite=True)
+        yield name, deepcopy(model).cpu()
 
 
 def _summary(epochs: list[dict[str, Any]]) -> dict[str, Any]:
     """Return what a recovery came to: accuracies by name, time and speed."""
     end = epochs[-1]
     best = next(epoch["number"] for epoch in epochs if epoch["last"] == end["best"])
+    scores = {"scores": epochs[best]["scores"]} if "scores" in end else {}  # of ``best``
     seconds = sum(epoch["seconds"] for epoch in epochs)
     images = sum(epoch["images_per_second"] * epoch["seconds"] for epoch in epochs[1:])
     return {
@@ -206,6 +225,7 @@ def _summary(epochs: list[dict[str, Any]]) -> dict[str, Any]:
         "seconds": seconds,
         "images_per_second": images / seconds,
         "unreadable": sorted({name for epoch in epochs for name in epoch["unreadable"]}),
+        **scores,
     }
 
 

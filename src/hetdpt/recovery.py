@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from copy import deepcopy
-from dataclasses import dataclass, field, fields, replace
-from difflib import get_close_matches
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 import torch
-from pydantic import TypeAdapter, ValidationError
 from torch import Tensor, nn
 
 from hetdpt.adapters.models import num_classes_of
@@ -24,6 +22,7 @@ from hetdpt.data.subset import subset
 from hetdpt.errors import TrainError
 from hetdpt.measurement.accuracy import measure_accuracy
 from hetdpt.modules import memory_advice
+from hetdpt.settings import changed
 from hetdpt.surgery import drop_paths, merge_, survey_of
 from hetdpt.training.config import TrainConfig
 from hetdpt.training.objective import Distillation, Objective
@@ -69,30 +68,7 @@ class RecoverConfig:
         >>> RecoverConfig().with_settings({"training.epochs": 2, "distillation.kind": "soft"}).training.epochs
         2
         """
-        parts: dict[str, dict[str, Any]] = {}
-        for name, value in settings.items():
-            _require_setting(name, value)
-            part, _, leaf = name.rpartition(".")
-            parts.setdefault(part, {})[leaf] = value
-        own = parts.pop("", {})
-        return replace(self, **own, **{part: replace(getattr(self, part), **new) for part, new in parts.items()})
-
-
-def _require_setting(name: str, value: Any) -> None:
-    """Refuse a name that no setting has, and a value of another type than the setting's."""
-    parts = {"training": TrainConfig, "augmentation": Augmentation, "distillation": Distillation}
-    own = [f.name for f in fields(RecoverConfig) if f.name not in parts]
-    known = own + [f"{part}.{f.name}" for part, kind in parts.items() for f in fields(kind)]
-    if name not in known:
-        near = get_close_matches(name, known, 1, 0) or known
-        raise TrainError(f"there is no setting {name}; the nearest is {near[0]}")
-    part, _, leaf = name.rpartition(".")
-    kind = get_type_hints(parts.get(part, RecoverConfig))[leaf]
-    try:
-        TypeAdapter(kind).validate_python(value, strict=True)
-    except ValidationError:
-        text = kind.__name__ if isinstance(kind, type) else str(kind)
-        raise TrainError(f"{name} is {value!r}, but {text} was expected") from None
+        return changed(self, settings)
 
 
 def recover(

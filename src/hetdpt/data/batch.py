@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from hetdpt.errors import DataError
@@ -28,6 +29,10 @@ class Batch:
     def pin_memory(self) -> Batch:
         """Return the batch in page-locked memory; the loader calls it where there is a CUDA device."""
         return Batch(self.images.pin_memory(), self.targets.pin_memory(), self.indices.pin_memory(), self.unreadable)
+
+    def to(self, device: torch.device) -> Batch:
+        """Return the batch with images and labels on ``device``."""
+        return replace(self, images=self.images.to(device, non_blocking=True), targets=self.targets.to(device))
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from hetdpt.data.batch import NOTHING, Batch, Share
 from hetdpt.data.sources import Source
 from hetdpt.data.stream_batches import StreamEvaluation, StreamTraining
 from hetdpt.data.streams import Stream
-from hetdpt.data.views import Key, Loader, Views
+from hetdpt.data.views import Key, Labelled, Loader, Views
 from hetdpt.errors import DataError
 
 __all__ = ["Batch", "EvaluationBatches", "Share", "TrainingBatches"]
@@ -42,7 +42,7 @@ class TrainingBatches:
         share: Share = ALONE,
         workers: int = 0,
     ) -> None:
-        _check_numbers(batch_size=batch_size, workers=workers, seed=seed)
+        check_numbers(batch_size=batch_size, workers=workers, seed=seed)
         self._augmentation, self._seed, self._share = augmentation, seed, share
         self.count = len(source)
         """Images of the source."""
@@ -53,10 +53,11 @@ class TrainingBatches:
             _check_streamable(augmentation)
             self._stream = StreamTraining(source, preprocessing, transform, batch_size, seed, share, workers)
         else:
-            self._loader = Loader(Views(source, preprocessing, transform, is_replaced=True), workers)
+            preparation = Labelled(preprocessing, transform, source.num_classes)
+            self._loader = Loader(Views(source, preparation, is_replaced=True), workers)
         self._length = len(self._stream) if self._stream else self.count // (share.world * batch_size)
         if not self._length:
-            raise DataError(_too_few(self.count, batch_size, share.world))
+            raise DataError(too_few(self.count, batch_size, share.world))
 
     def __len__(self) -> int:
         """Return the batches of an epoch for this process; images that do not fill one are left out."""
@@ -72,25 +73,13 @@ class TrainingBatches:
         """Yield the fixed view of every image once, in the order of the source, shared as in an evaluation."""
         if not self._augmentation.fixed_views:
             raise DataError("views that are not fixed have no order of their own; set fixed_views")
-        parts = _parts(self.count, self._batch_size, self._share)
+        parts = parts_of(self.count, self._batch_size, self._share)
         return self._loader.load([self._key(0, 0, index) for index in part] for part in parts)
 
     def _keys(self, epoch: int, start: int) -> Iterator[list[Key]]:
-        order, share = self._order(epoch), self._share
-        step = self._batch_size * share.world
-        for first in range(start * step, self._length * step, step):
-            places = range(first + share.rank, first + step, share.world)
+        order = order_of(self.count, self._seed, epoch, self._augmentation.repeats)
+        for places in places_of(self._batch_size, self._share, start, self._length):
             yield [self._key(epoch, place, order[place]) for place in places]
-
-    def _order(self, epoch: int) -> list[int]:
-        """Return the images of an epoch for all processes together, each ``repeats`` times in a row."""
-        from timm.data.distributed_sampler import RepeatAugSampler
-
-        repeats = self._augmentation.repeats
-        sampler = RepeatAugSampler(range(self.count), 1, 0, num_repeats=repeats, selected_round=0)
-        # The sampler seeds its shuffle with what it takes for the epoch.
-        sampler.set_epoch(int(np.random.SeedSequence((self._seed, epoch)).generate_state(1)[0]))
-        return list(sampler)
 
     def _key(self, epoch: int, place: int, index: int) -> Key:
         if index == NOTHING or self._augmentation.is_plain:
@@ -114,14 +103,15 @@ class EvaluationBatches:
         share: Share = ALONE,
         workers: int = 0,
     ) -> None:
-        _check_numbers(batch_size=batch_size, workers=workers)
+        check_numbers(batch_size=batch_size, workers=workers)
         transform = evaluation_transform(preprocessing)
         self._stream: StreamEvaluation | None = None
         if isinstance(source, Stream):
             self._stream = StreamEvaluation(source, preprocessing, transform, batch_size, share, workers)
         else:
-            self._parts = _parts(len(source), batch_size, share)
-            self._loader = Loader(Views(source, preprocessing, transform, is_replaced=False), workers)
+            self._parts = parts_of(len(source), batch_size, share)
+            preparation = Labelled(preprocessing, transform, source.num_classes)
+            self._loader = Loader(Views(source, preparation, is_replaced=False), workers)
 
     def __len__(self) -> int:
         return len(self._stream) if self._stream else len(self._parts)
@@ -132,10 +122,27 @@ class EvaluationBatches:
         return self._loader.load([Key(index) for index in part] for part in self._parts)
 
 
-def _parts(count: int, batch_size: int, share: Share) -> list[list[int]]:
+def order_of(count: int, seed: int, epoch: int, repeats: int = 1) -> list[int]:
+    """Return the images of an epoch for all processes together, each ``repeats`` times in a row."""
+    from timm.data.distributed_sampler import RepeatAugSampler
+
+    sampler = RepeatAugSampler(range(count), 1, 0, num_repeats=repeats, selected_round=0)
+    # The sampler seeds its shuffle with what it takes for the epoch.
+    sampler.set_epoch(int(np.random.SeedSequence((seed, epoch)).generate_state(1)[0]))
+    return list(sampler)
+
+
+def places_of(batch_size: int, share: Share, start: int, length: int) -> Iterator[range]:
+    """Yield the places in an epoch of each batch of a process, from batch ``start`` of ``length`` on."""
+    step = batch_size * share.world
+    for first in range(start * step, length * step, step):
+        yield range(first + share.rank, first + step, share.world)
+
+
+def parts_of(count: int, batch_size: int, share: Share) -> list[list[int]]:
     """Return the indices of each batch of a process, -1 where it has fewer than others.
 
-    >>> _parts(5, 2, Share(0, 2)), _parts(5, 2, Share(1, 2))
+    >>> parts_of(5, 2, Share(0, 2)), parts_of(5, 2, Share(1, 2))
     ([[0, 2], [4]], [[1, 3], [-1]])
     """
     each = math.ceil(count / share.world)
@@ -144,14 +151,14 @@ def _parts(count: int, batch_size: int, share: Share) -> list[list[int]]:
     return [mine[start : start + batch_size] for start in range(0, each, batch_size)]
 
 
-def _too_few(count: int, batch_size: int, world: int) -> str:
+def too_few(count: int, batch_size: int, world: int) -> str:
     where = f" on each of {world} processes" if world > 1 else ""
     largest = count // world
     hint = f"use a batch size of at most {largest}" if largest else f"use at most {count} processes"
     return f"{count} images do not fill a batch of {batch_size}{where}; {hint}"
 
 
-def _check_numbers(*, batch_size: int, workers: int, seed: int = 0) -> None:
+def check_numbers(*, batch_size: int, workers: int, seed: int = 0) -> None:
     if batch_size < 1:
         raise DataError(f"a batch has at least 1 image, not {batch_size}")
     if workers < 0 or seed < 0:

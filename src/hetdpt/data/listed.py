@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import IO
 
 from PIL import Image
@@ -40,15 +42,22 @@ class Listed:
 
     def __getitem__(self, index: int) -> tuple[Image.Image, int]:
         label = self.labels[index]
-        try:
+        with reading(self.name_of(index)):
             return self.read(index), label
-        except OSError:
-            raise
-        except Exception as error:  # on damaged files PIL also raises SyntaxError, DecompressionBombError and others
-            raise OSError(f"{self.name_of(index)} cannot be read: {first_line(error)}") from error
 
     def targets(self) -> Sequence[int]:
         return self.labels
+
+
+@contextmanager
+def reading(name: str) -> Iterator[None]:
+    """Raise ``OSError`` for whatever goes wrong inside; ``name`` is what is read."""
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as error:  # on damaged files PIL also raises SyntaxError, DecompressionBombError and others
+        raise OSError(f"{name} cannot be read: {first_line(error)}") from error
 
 
 def decode(file: IO[bytes]) -> Image.Image:
@@ -56,3 +65,9 @@ def decode(file: IO[bytes]) -> Image.Image:
     with file, Image.open(file) as image:
         image.load()
         return image
+
+
+def decode_file(path: str) -> Image.Image:
+    """Return the whole image in the file ``path``; ``OSError`` if that cannot be read."""
+    with reading(path):
+        return decode(Path(path).open("rb"))

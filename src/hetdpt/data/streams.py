@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from hetdpt.data.augmentation import Transform
 from hetdpt.data.folders import choose_split
+from hetdpt.data.views import in_mode
 from hetdpt.errors import DataError, first_line
 from hetdpt.randomness import seeded
 
@@ -75,7 +77,8 @@ class Stream:
             split=self.split,
             is_training=is_training,
             batch_size=batch_size,
-            input_img_mode=mode,
+            input_img_mode="",  # as they are: timm's own change of mode would make grey of 16 bits white
+            transform=partial(in_mode, mode=mode),
             seed=seed,
         )
 

@@ -5,19 +5,20 @@ A view is a function of its key and the source, and of nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
+import numpy as np
 import torch
-from PIL.Image import Image
+from PIL.Image import Image, fromarray
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from hetdpt.adapters.preprocessing import Preprocessing
 from hetdpt.data.augmentation import Transform
 from hetdpt.data.batch import NOTHING, Batch, check_label
-from hetdpt.data.sources import Source
 from hetdpt.errors import DataError
 from hetdpt.randomness import seeded
 
@@ -33,31 +34,52 @@ class Key:
     entropy: tuple[int, ...] = ()
 
 
-class Views(Dataset[Batch]):
-    """A source whose items are batches of views, asked for by their keys.
+class Pictures(Protocol):
+    """Images, each with what is known of it: a label, boxes, a mask."""
 
-    ``is_replaced``: an unreadable image gives way to the next readable one; else it is left blank, with label -1.
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> tuple[Image, Any]:
+        """Return the decoded image and what is known of it; ``OSError`` if it cannot be read."""
+
+    def name_of(self, index: int) -> str:
+        """Return the file of an image, or what stands for it, for messages."""
+
+
+class Preparation(Protocol):
+    """How pictures become views, and views a batch."""
+
+    def view(self, image: Image, target: Any, name: str) -> Any:
+        """Return the view of one image and its target."""
+
+    def blank(self) -> Any:
+        """Return what stands for an image that is not there."""
+
+    def batch(self, views: Sequence[Any], indices: Tensor, unreadable: tuple[str, ...]) -> Any:
+        """Return the views as one batch."""
+
+
+class Views(Dataset[Any]):
+    """Pictures whose items are batches of views, asked for by their keys.
+
+    ``is_replaced``: an unreadable image gives way to the next readable one; else it is left blank.
     """
 
-    def __init__(
-        self, source: Source, preprocessing: Preprocessing, transform: Transform, *, is_replaced: bool
-    ) -> None:
-        self._source, self._transform, self._is_replaced = source, transform, is_replaced
-        self._mode, self._size = mode_of(preprocessing), preprocessing.input_size
+    def __init__(self, source: Pictures, preparation: Preparation, *, is_replaced: bool) -> None:
+        self._source, self._preparation, self._is_replaced = source, preparation, is_replaced
         self._tries = min(TRIES, len(source)) if is_replaced else 1
 
-    def __getitems__(self, keys: list[Key]) -> Batch | DataError:
+    def __getitems__(self, keys: list[Key]) -> Any:
         """Return a batch, or the error: raised in a worker, its sentence would drown in a traceback."""
         unreadable: list[str] = []
         try:
-            views, targets = zip(*(self._view(key, unreadable) for key in keys), strict=True)
+            views = [self._view(key, unreadable) for key in keys]
         except DataError as error:
             return error
-        indices = torch.tensor([key.index for key in keys])
-        return Batch(default_collate(list(views)), torch.tensor(targets), indices, tuple(unreadable))
+        return self._preparation.batch(views, torch.tensor([key.index for key in keys]), tuple(unreadable))
 
-    def _view(self, key: Key, unreadable: list[str]) -> tuple[Tensor, int]:
-        """Return view and label of a key; adds to ``unreadable`` what could not be read on the way."""
+    def _view(self, key: Key, unreadable: list[str]) -> Any:
+        """Return the view of a key; adds to ``unreadable`` what could not be read on the way."""
         failed = []
         for step in range(self._tries if key.index != NOTHING else 0):
             index = (key.index + step) % len(self._source)
@@ -66,20 +88,32 @@ class Views(Dataset[Batch]):
             except OSError:
                 failed.append(self._source.name_of(index))
                 continue
-            check_label(target, self._source.num_classes, self._source.name_of(index))
             unreadable += failed
-            return self._transformed(image, key.entropy), target
+            with seeded(*key.entropy) if key.entropy else nullcontext():
+                return self._preparation.view(image, target, self._source.name_of(index))
         if failed and self._is_replaced:
             raise DataError(f"{failed[0]} cannot be read, nor can the {len(failed) - 1} images after it")
         unreadable += failed
+        return self._preparation.blank()
+
+
+class Labelled:
+    """The preparation of images with labels: transformed, as many channels as the model takes; -1 for no image."""
+
+    def __init__(self, preprocessing: Preprocessing, transform: Transform, num_classes: int) -> None:
+        self._mode, self._size = mode_of(preprocessing), preprocessing.input_size
+        self._transform, self._num_classes = transform, num_classes
+
+    def view(self, image: Image, target: int, name: str) -> tuple[Tensor, int]:
+        check_label(target, self._num_classes, name)
+        return self._transform(in_mode(image, self._mode)), target
+
+    def blank(self) -> tuple[Tensor, int]:
         return torch.zeros(self._size), NOTHING
 
-    def _transformed(self, image: Image, entropy: tuple[int, ...]) -> Tensor:
-        image = image if image.mode == self._mode else image.convert(self._mode)
-        if not entropy:
-            return self._transform(image)
-        with seeded(*entropy):
-            return self._transform(image)
+    def batch(self, views: Sequence[tuple[Tensor, int]], indices: Tensor, unreadable: tuple[str, ...]) -> Batch:
+        images, targets = zip(*views, strict=True)
+        return Batch(default_collate(list(images)), torch.tensor(targets), indices, unreadable)
 
 
 class Loader:
@@ -87,7 +121,7 @@ class Loader:
 
     def __init__(self, views: Views, workers: int) -> None:
         self._order = _Order()
-        self._loader: DataLoader[Batch | DataError] = DataLoader(
+        self._loader: DataLoader[Any] = DataLoader(
             views,
             batch_sampler=self._order,
             num_workers=workers,
@@ -97,7 +131,7 @@ class Loader:
             generator=torch.Generator(),  # else it draws from the global one
         )
 
-    def load(self, batches: Iterable[list[Key]]) -> Iterator[Batch]:
+    def load(self, batches: Iterable[list[Key]]) -> Iterator[Any]:
         self._order.batches = batches
         for batch in self._loader:
             if isinstance(batch, DataError):
@@ -117,6 +151,22 @@ class _Order:
 def mode_of(preprocessing: Preprocessing) -> str:
     """Return what PIL calls images with the channels that the model takes."""
     return "L" if preprocessing.input_size[0] == 1 else "RGB"
+
+
+def in_mode(image: Image, mode: str) -> Image:
+    """Return ``image`` in ``mode``, grey or colours of 8 bits; of grey with 16 bits the upper 8 count.
+
+    PIL keeps such grey in its modes I;16 and I, and by itself would make everything above 255 white.
+
+    >>> in_mode(fromarray(np.array([[0, 25700, 65535]], dtype=np.uint16)), "L").getpixel((1, 0))
+    100
+    """
+    if image.mode == mode:
+        return image
+    if image.mode == "I" or image.mode.startswith("I;16"):
+        pixels = np.clip(np.asarray(image), 0, 65535) >> 8
+        image = fromarray(pixels.astype(np.uint8))
+    return image.convert(mode)
 
 
 def _as_it_is(batch: Any) -> Any:

@@ -22,11 +22,13 @@ def read_json(file: Path) -> dict[str, Any]:
 def first_difference(before: dict[str, Any], now: dict[str, Any]) -> str | None:
     """Return what differs first, as in ``training.lr = 0.1, not 0.2``; None where nothing does.
 
-    >>> first_difference({"training": {"lr": 0.1}}, {"training": {"lr": 0.2}})
+    First is what stands first in ``now``; what is not asked for any more comes last.
+
+    >>> first_difference({"seed": 0, "training": {"lr": 0.1}}, {"training": {"lr": 0.2}, "seed": 1})
     'training.lr = 0.1, not 0.2'
     """
     old, new = flat(before), flat(json.loads(json.dumps(now)))
-    for key in sorted({*old, *new}):
+    for key in dict.fromkeys([*new, *sorted(old)]):
         if old.get(key) != new.get(key):
             return f"{key} = {_short(old.get(key))}, not {_short(new.get(key))}"
     return None

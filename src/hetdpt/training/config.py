@@ -44,6 +44,8 @@ class TrainConfig:
     """Not applied to biases and norms, nor to what the model exempts."""
     layer_decay: float | None = None
     """Learning rate of each layer as a part of that of the layer after it."""
+    backbone_lr: float = 1.0
+    """Learning rate of parameters whose names begin with ``backbone.``, as a part of that of the others."""
     momentum: float = 0.9
     """Of SGD and its kin; the Adam family keeps its betas of 0.9 and 0.999."""
     clip_grad: float | None = None
@@ -72,7 +74,11 @@ class TrainConfig:
         for name in ("final_lr", "momentum", "smoothing", "ema_decay"):
             _require(0 <= getattr(self, name) <= 1, f"{name} is {getattr(self, name)}; it lies between 0 and 1")
         _require(self.smoothing < 1, f"smoothing is {self.smoothing}; it must be below 1, or no label is left")
-        for name in ("weight_decay", "mixup", "cutmix", "seed"):
+        _require(
+            self.backbone_lr == 1 or self.layer_decay is None,
+            "backbone_lr and layer_decay both say how fast a layer learns; leave one out",
+        )
+        for name in ("weight_decay", "mixup", "cutmix", "seed", "backbone_lr"):
             _require(getattr(self, name) >= 0, f"{name} is {getattr(self, name)}; it cannot be negative")
         for name in ("clip_grad", "layer_decay", "lr_batch"):
             value = getattr(self, name)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from hetdpt.adapters.heads import Classifier
 from hetdpt.adapters.models import num_classes_of
 from hetdpt.adapters.preprocessing import preprocessing_of
+from hetdpt.data.annotated import AnnotatedBatch
 from hetdpt.data.batches import Batch
 from hetdpt.errors import TrainError
 from hetdpt.training.config import TrainConfig
@@ -87,6 +88,11 @@ class Objective:
         )
 
     @property
+    def student(self) -> nn.Module:
+        """The model that learns."""
+        return self.model.model
+
+    @property
     def module(self) -> nn.Module:
         """What is trained, as accelerate wrapped it."""
         module: nn.Module = self.task.trainable_module  # type: ignore[assignment]
@@ -116,6 +122,21 @@ class Objective:
     def close(self) -> None:
         """Leave the student answering as it did before."""
         self.model.set_distilled_training(False)
+
+
+class OwnLoss:
+    """The loss that ``student`` itself gives for images and targets, as models of other tasks than naming do."""
+
+    def __init__(self, student: nn.Module) -> None:
+        self.student = self.module = student
+
+    def __call__(self, batch: AnnotatedBatch) -> Tensor:
+        """Return the loss of one batch, a scalar."""
+        loss: Tensor = self.module(batch.images, batch.targets)
+        return loss
+
+    def close(self) -> None:
+        """Do nothing: training has changed nothing but weights."""
 
 
 class _Recall(nn.Module):

@@ -15,8 +15,8 @@ from typing import Any, Protocol
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedDataParallelKwargs, broadcast_object_list, gather_object
-from timm.optim import create_optimizer_v2, list_optimizers
+from accelerate.utils import DistributedDataParallelKwargs, broadcast, broadcast_object_list, gather_object
+from timm.optim import create_optimizer_v2, list_optimizers, param_groups_weight_decay
 from timm.scheduler import create_scheduler_v2
 from timm.scheduler.scheduler import Scheduler
 from timm.utils import ModelEmaV3
@@ -29,12 +29,10 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from hetdpt.adapters.heads import Classifier
-from hetdpt.data.batches import Batch, TrainingBatches
 from hetdpt.errors import TrainError
 from hetdpt.modules import memory_advice
 from hetdpt.randomness import seeded
 from hetdpt.training.config import TrainConfig
-from hetdpt.training.objective import Objective
 from hetdpt.training.processes import is_sharded
 
 FORMAT = 1
@@ -43,7 +41,45 @@ WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 State = dict[str, Any]
 """Tensors, numbers, strings, lists and dictionaries: what ``torch.load(weights_only=True)`` reads."""
 Evaluate = Callable[[nn.Module], float]
-"""Gives the accuracy of a model in percent."""
+"""Gives the score of a model in percent: an accuracy, or what else its task is measured by."""
+
+
+class Batch(Protocol):
+    """What one forward pass is given."""
+
+    @property
+    def unreadable(self) -> tuple[str, ...]:
+        """The files that could not be read for it."""
+
+    def to(self, device: torch.device) -> Batch:
+        """Return the batch on ``device``."""
+
+
+class Batches(Protocol):
+    """The batches of this process, epoch by epoch."""
+
+    def __len__(self) -> int:
+        """Return how many an epoch has."""
+
+    def epoch(self, number: int, start: int = 0) -> Iterator[Any]:
+        """Yield the batches of an epoch from batch ``start`` on: the very ones of the whole epoch."""
+
+
+class Lesson(Protocol):
+    """What is learned from a batch."""
+
+    module: nn.Module
+    """What is trained, as accelerate wrapped it."""
+
+    @property
+    def student(self) -> nn.Module:
+        """The model in it whose weights are kept."""
+
+    def __call__(self, batch: Any) -> Tensor:
+        """Return the loss of one batch, a scalar."""
+
+    def close(self) -> None:
+        """Leave the student as it was, but for its weights."""
 
 
 class Keeper(Protocol):
@@ -88,11 +124,11 @@ class Epoch:
     """Mean training loss of the epoch."""
     lr: float
     last: float | None
-    """Accuracy of the weights as they are now, in percent."""
+    """Score of the weights as they are now, in percent."""
     best: float | None
     """The highest ``last`` so far."""
     ema: float | None
-    """Accuracy of the moving average of the weights, in percent."""
+    """Score of the moving average of the weights, in percent."""
     is_best: bool
     seconds: float
     """Time spent in training this epoch, evaluation apart, restarts apart."""
@@ -148,8 +184,8 @@ class Trainer:
     def __init__(
         self,
         accelerator: Accelerator,
-        objective: Objective,
-        batches: TrainingBatches,
+        objective: Lesson,
+        batches: Batches,
         config: TrainConfig,
         *,
         evaluate: Evaluate | None = None,
@@ -165,7 +201,7 @@ class Trainer:
                 f"one epoch has {len(batches)} batches but an update takes {config.accumulate}; "
                 "lower --accumulate or --batch-size"
             )
-        self.student = objective.model.model
+        self.student = objective.student
         if is_sharded(accelerator) and config.ema_decay:
             raise TrainError("the moving average of weights cannot be kept under FSDP; set ema_decay to 0")
         if is_sharded(accelerator) and companion is not None:
@@ -193,6 +229,7 @@ class Trainer:
                 weight_decay=config.weight_decay,
                 momentum=config.momentum,
                 layer_decay=config.layer_decay,
+                param_group_fn=_with_slow_backbone(config) if config.backbone_lr != 1 else None,
             )
         if accelerator.num_processes > 1 and not is_sharded(accelerator) and self._has_idle_parameters():
             accelerator.ddp_handler = DistributedDataParallelKwargs(find_unused_parameters=True)
@@ -285,9 +322,8 @@ class Trainer:
 
     def _loss(self, batch: Batch, draw: int) -> Tensor:
         device = self.accelerator.device
-        batch = replace(batch, images=batch.images.to(device, non_blocking=True), targets=batch.targets.to(device))
         with seeded(self.config.seed, self.accelerator.process_index, draw, device=device), self.accelerator.autocast():
-            return self.objective(batch)
+            return self.objective(batch.to(device))
 
     @property
     def _updates_done(self) -> int:
@@ -328,6 +364,7 @@ class Trainer:
     def _report(self, number: int) -> Epoch:
         """Evaluate, and return the epoch that has just ended."""
         self.objective.module.eval()
+        self._share_buffers()
         last = self._accuracy(self.objective.module)
         ema = self._accuracy(self._average.module) if self._average is not None else None
         is_best = last is not None and (self.at.best is None or last > self.at.best)
@@ -349,6 +386,11 @@ class Trainer:
             student=self._gathered_student(),
             average=self._average.module if self._average is not None else None,
         )
+
+    def _share_buffers(self) -> None:
+        """Give all processes the buffers of the first, such as the means of batch norms: its model is the one saved."""
+        if self.accelerator.num_processes > 1 and not is_sharded(self.accelerator):
+            broadcast(list(self.student.buffers()))
 
     def _mean_loss(self) -> float:
         total: Tensor = self.accelerator.reduce(self._loss_sum, reduction="mean")
@@ -461,6 +503,24 @@ def _plain_group(parameters: Sequence[nn.Parameter], optimizer: torch.optim.Opti
     if isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
         return group | {"lr": PLAIN, "betas": (0.0, 0.0), "eps": PLAIN}
     raise TrainError(f"importances are learned with the optimizer adamw or sgd, not {type(optimizer).__name__}")
+
+
+def _with_slow_backbone(config: TrainConfig) -> Callable[[nn.Module], list[dict[str, Any]]]:
+    """Return what parts the parameters of a model into groups, those of its backbone with a learning rate apart."""
+
+    def groups(model: nn.Module) -> list[dict[str, Any]]:
+        exempt = model.no_weight_decay() if hasattr(model, "no_weight_decay") else ()  # type: ignore[operator]
+        plain = param_groups_weight_decay(model, config.weight_decay, no_weight_decay_list=exempt)
+        backbone = {id(p) for name, p in model.named_parameters() if name.startswith("backbone.")}
+        scales = {True: config.backbone_lr, False: 1.0}
+        parts = [
+            {**group, "params": [p for p in group["params"] if (id(p) in backbone) is is_in], "lr_scale": scale}
+            for group in plain
+            for is_in, scale in scales.items()
+        ]
+        return [part for part in parts if part["params"]]
+
+    return groups
 
 
 def _average(student: nn.Module, config: TrainConfig) -> ModelEmaV3:
