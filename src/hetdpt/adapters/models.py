@@ -7,17 +7,23 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
+from hetdpt.adapters.arguments import ask
 from hetdpt.adapters.checkpoints import load_weights
 from hetdpt.errors import HetDPTError, ModelError, first_line
+from hetdpt.gates import Removed
 
 BASE = "_hetdpt_base"
+SIZE = "_hetdpt_size"
 HF_PREFIX = "hf:"
+# timm's wrappers that answer with maps of features, and how to ask for each.
+FEATURE_NETS = {f"Feature{name.title()}Net": name for name in ("getter", "list", "dict", "hook")}
 # Arguments of timm.create_model that name files or downloads: never taken from a recipe.
 FILE_ARGUMENTS = {"checkpoint_path", "pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "cache_dir"}
 
@@ -99,7 +105,7 @@ def base_of(model: nn.Module) -> Base:
     config = getattr(model, "pretrained_cfg", None)
     if isinstance(config, dict) and config.get("architecture") and (base is None or base.library == "timm"):
         known = base or Base("timm", config["architecture"])
-        shown = _timm_arguments(model, config)
+        shown = _timm_arguments(model, config, known)
         if "drop_path_rate" in known.arguments:  # what shows is less once the last block has lost its branches
             shown.pop("drop_path_rate", None)
         return Base("timm", known.name, {**known.arguments, **shown})
@@ -112,28 +118,78 @@ def base_of(model: nn.Module) -> Base:
 
 
 def input_size_of(model: nn.Module) -> tuple[int, int, int]:
-    """Return the image size (C, H, W) that ``model`` was made for."""
-    embed = getattr(model, "patch_embed", None)
+    """Return the image size (C, H, W) that ``model`` was made for, or was given since (``set_size_``)."""
+    network = _network(model)
     config = getattr(model, "pretrained_cfg", None) or {}
     channels, height, width = config.get("input_size", (3, None, None))
     hf_config = getattr(model, "config", None)
-    for owner in (embed, model, hf_config, getattr(hf_config, "vision_config", None)):
+    embed = getattr(network, "patch_embed", None)
+    for owner in (embed, network, hf_config, getattr(hf_config, "vision_config", None)):
         size = getattr(owner, "img_size", None) or getattr(owner, "image_size", None)
         if isinstance(size, int | tuple | list):
             height, width = (size, size) if isinstance(size, int) else size
             channels = getattr(owner, "num_channels", channels)
             break
-    channels = _channels(model) or channels
-    base: Base | None = vars(model).get(BASE)
-    asked = base.arguments.get("img_size") if base else None
-    if isinstance(asked, int):
-        height = width = asked
+    else:
+        base: Base | None = vars(model).get(BASE)
+        asked = base.arguments.get("img_size") if base else None
+        height, width = (asked, asked) if isinstance(asked, int) else (height, width)
+    channels = _channels(network) or channels
+    height, width = vars(model).get(SIZE, (height, width))
     if height is None or width is None:
         raise ModelError(
             f"{type(model).__name__} does not say its image size, as a vision model would; "
             "from Python, pass input_size=(3, height, width)"
         )
     return channels, height, width
+
+
+def set_size_(model: nn.Module, height: int, width: int) -> None:
+    """Make ``model`` take images of that size, by the means of its library; whether it does is not tried.
+
+    Embeddings of positions are interpolated, by timm once and for all, by transformers whenever the model runs; windows
+    stay as large as they are. A model that has neither is only told the size.
+    """
+    network: Any = _network(model)
+    for side in (height, width):
+        _check_divisible(network, side)
+    if callable(getattr(network, "set_input_size", None)):
+        base = base_of(model)
+        _set_timm_size(network, (height, width))
+        vars(model)[BASE] = replace(base, arguments={**base.arguments, "img_size": [height, width]})
+        return
+    if _is_hf(model):
+        ask(model, "interpolate_pos_encoding")
+    vars(model)[SIZE] = (height, width)
+
+
+def _set_timm_size(network: Any, size: tuple[int, int]) -> None:
+    options: dict[str, Any] = {"img_size": size}
+    if "window_size" in signature(network.set_input_size).parameters:
+        windows = [vars(module)["window_size"] for module in network.modules() if "window_size" in vars(module)]
+        options["window_size"] = max(windows)  # where maps are smaller than that, so are windows
+    is_learning = {name: parameter.requires_grad for name, parameter in network.named_parameters()}
+    gone = [module for module in network.modules() if isinstance(module, Removed)]
+    for module in gone:  # blocks tell their attention of its windows, also where it is no longer there
+        vars(module)["set_window_size"] = lambda *_, **__: None
+    try:
+        network.set_input_size(**options)
+    finally:
+        for module in gone:
+            del vars(module)["set_window_size"]
+    for name, parameter in network.named_parameters():
+        parameter.requires_grad_(is_learning.get(name, True))
+
+
+def _network(model: nn.Module) -> nn.Module:
+    """Return the model inside of timm's wrapper that answers with maps, or the model."""
+    return model.get_submodule("model") if feature_class_of(model) == "getter" else model
+
+
+def feature_class_of(model: nn.Module) -> str | None:
+    """Return by what name timm makes the wrapper that ``model`` is, which answers with maps; None if it is no such."""
+    is_wrapper = type(model).__module__ == "timm.models._features"
+    return FEATURE_NETS.get(type(model).__name__) if is_wrapper else None
 
 
 def num_classes_of(model: nn.Module) -> int:
@@ -196,15 +252,20 @@ def _build_timm(base: Base, pretrained: bool) -> nn.Module:
     return timm.create_model(base.name, pretrained=pretrained, **base.arguments)
 
 
-def _timm_arguments(model: nn.Module, config: dict[str, Any]) -> dict[str, Any]:
+def _timm_arguments(model: nn.Module, config: dict[str, Any], known: Base) -> dict[str, Any]:
     """Return the arguments of a timm model that can be read off it and may differ from its architecture's."""
     arguments: dict[str, Any] = {}
+    if asked := feature_class_of(model):
+        info: Any = model.feature_info
+        arguments |= {"features_only": True, "feature_cls": asked, "out_indices": list(info.out_indices)}
+    model = _network(model)
     classes = getattr(model, "num_classes", None)
     if isinstance(classes, int):
         arguments["num_classes"] = classes
     embed = getattr(model, "patch_embed", None)
     size = getattr(embed, "img_size", None)
-    if size is not None and tuple(size) != tuple(config.get("input_size", ())[1:]):
+    is_usual = "img_size" not in known.arguments and tuple(size or ()) == tuple(config.get("input_size", ())[1:])
+    if size is not None and not is_usual:
         arguments["img_size"] = list(size)
     channels = _channels(model)
     if channels not in (None, config.get("input_size", (3,))[0]):

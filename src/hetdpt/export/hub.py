@@ -13,6 +13,7 @@ from torch import nn
 
 from hetdpt.adapters.timm_hub import load_timm_weights, register_with_timm
 from hetdpt.errors import FileError, ModelError, first_line
+from hetdpt.export.features import as_features
 from hetdpt.export.saved import RECIPE, Recipe, load
 
 
@@ -23,9 +24,14 @@ def hetdpt(
     num_classes: int | None = None,
     pretrained_cfg_overlay: Any = None,
     cache_dir: Any = None,
+    features_only: bool = False,
+    out_indices: Any = 3,
     **others: Any,
 ) -> nn.Module:
-    """Entry point of timm: the pruned model of a saved directory or hub repository, with or without its weights."""
+    """Entry point of timm: the pruned model of a saved directory or hub repository, with or without its weights.
+
+    With ``features_only`` it answers with the maps of ``out_indices``.
+    """
     if others:
         raise ModelError(f"a pruned model is built as it was saved; of timm's arguments, leave out {', '.join(others)}")
     model: Any = Recipe.from_dict(recipe, "config.json").build(is_empty=False)
@@ -33,7 +39,7 @@ def hetdpt(
         load_timm_weights(model, pretrained_cfg)
     if num_classes is not None and num_classes != model.num_classes:
         model.reset_classifier(num_classes)
-    return model  # type: ignore[no-any-return]
+    return as_features(model, out_indices) if features_only else model
 
 
 register_with_timm(hetdpt)

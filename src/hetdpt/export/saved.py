@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from hetdpt.adapters.checkpoints import check_fit
-from hetdpt.adapters.models import Base, base_of, build, create, input_size_of, unfuse_
+from hetdpt.adapters.models import SIZE, Base, base_of, build, create, input_size_of, unfuse_
 from hetdpt.adapters.preprocessing import PREPROCESSING, Preprocessing, preprocessing_of
 from hetdpt.adapters.timm_hub import timm_config
 from hetdpt.combine.shapes import reshape_, widths_of
@@ -31,7 +31,7 @@ from hetdpt.measurement.agreement import relative_difference
 from hetdpt.modules import clone
 from hetdpt.plan import Plan
 from hetdpt.reductions import Tokens, Widths
-from hetdpt.surgery import gates_of, merge_blocks_, place_, record_of
+from hetdpt.surgery import gates_of, merge_blocks_, place_, record_of, resize_
 
 RECIPE, WEIGHTS, CARD, TIMM_CONFIG = "hetdpt.json", "model.safetensors", "README.md", "config.json"
 DEMO, DEMO_DIRECTORY = "demo", Path(__file__).parent.parent / "demo_model"  # the model that comes with hetdpt
@@ -53,15 +53,17 @@ class Recipe:
     folded_constants: tuple[int, ...] = ()
     widths: Widths | None = None
     tokens: Tokens | None = None
+    resized: tuple[int, int] | None = None
+    """Height and width of its images, where they were changed after it was built and ``base`` does not say so."""
 
     @classmethod
     def of(cls, model: nn.Module, base: Base | None = None) -> Recipe:
         record = record_of(model)
         dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
         base = base or base_of(model)
-        wants = _preprocessing(model)
+        wants, resized = _preprocessing(model), vars(model).get(SIZE)
         if record is None:
-            return cls(base, Plan(), (), (), input_size_of(model), dtype, wants)
+            return cls(base, Plan(), (), (), input_size_of(model), dtype, wants, resized=resized)
         recipe = cls(
             base=base,
             plan=record.plan,
@@ -72,6 +74,7 @@ class Recipe:
             preprocessing=wants,
             folded_constants=record.folded_constants,
             tokens=record.tokens,
+            resized=resized,
         )
         return replace(recipe, widths=widths_of(model, recipe.build())) if record.is_narrowed else recipe
 
@@ -89,6 +92,7 @@ class Recipe:
                 folded_constants=tuple(int(block) for block in values.get("folded_constants", ())),
                 widths=Widths.from_dict(sizes) if (sizes := values.get("widths")) is not None else None,
                 tokens=Tokens.from_dict(tokens) if (tokens := values.get("tokens")) is not None else None,
+                resized=(int(sides[0]), int(sides[1])) if (sides := values.get("resized")) is not None else None,
             )
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise FileError(f"{name} is no recipe of hetdpt.save: {error!r} is wrong or missing") from None
@@ -97,10 +101,12 @@ class Recipe:
         """Return the pruned model; ``is_empty`` leaves its parameters without values."""
         model = build(self.base, is_empty=is_empty)
         if len(self.plan) or self.widths or self.tokens:
-            place_(model, self.plan, self.input_size)
+            place_(model, self.plan, None if self.resized else self.input_size)
             merge_blocks_(model, self.merged, self.folded_norms, self.folded_constants)
         if self.widths is not None:
             reshape_(model, self.widths)
+        if self.resized is not None:
+            resize_(model, self.resized)
         if self.tokens is not None:
             reduce_tokens_(model, self.tokens)
         if self.preprocessing is not None:
@@ -129,7 +135,7 @@ def save(
     _require_same(model, recipe)
     with new_directory(target, RECIPE, overwrite) as scratch:
         try:
-            save_file(_storable(model.state_dict()), scratch / WEIGHTS)
+            save_file(storable(model.state_dict()), scratch / WEIGHTS)
         except SafetensorError as error:
             raise FileError(f"{target} cannot be written ({error}); is the disk full?") from None
         values = {
@@ -257,7 +263,7 @@ def _first_different_module(model: nn.Module, twin: nn.Module) -> str | None:
     return None
 
 
-def _storable(state: dict[str, Tensor]) -> dict[str, Tensor]:
+def storable(state: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return the tensors contiguous and none of them twice in memory, as safetensors wants them."""
     seen: set[int] = set()
     stored = {}

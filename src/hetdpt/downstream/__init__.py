@@ -1,0 +1,1 @@
+"""Tasks with a pruned backbone: transfer, detection, segmentation."""
