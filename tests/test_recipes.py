@@ -12,7 +12,7 @@ import timm
 
 from hetdpt.errors import TrainError
 from hetdpt.published import published_plan
-from hetdpt.recipes import RECIPES, cifar100, dinov2_giant_cifar100, quick, recipe
+from hetdpt.recipes import RECIPES, cifar100, cifar100_transfer, dinov2_giant_cifar100, quick, recipe
 from hetdpt.recovery import RecoverConfig
 
 REFERENCE = json.loads((Path(__file__).parents[1] / "benchmarks" / "reference" / "reference.json").read_text())
@@ -25,6 +25,7 @@ PAPER = {  # how many layers a search takes
     "swin_small_imagenet": 10,
     "swin_base_imagenet": 10,
     "cifar100": 10,
+    "cifar100_transfer": 10,
     "dinov2_giant_cifar100": 15,
 }
 
@@ -140,6 +141,16 @@ def test_cifar100_is_sgd_at_a_fixed_rate_whatever_the_number_of_gpus() -> None:
     assert wants.input_size == (3, 224, 224)
     assert made.accuracy.startswith(f"{REFERENCE['paper_transfer']['cifar100']['HetDPT 10'][0]} %")
     assert "momentum and weight decay are not printed" in made.accuracy
+
+
+def test_transfer_differs_from_cifar100_in_what_the_paper_does_not_print() -> None:
+    training, paper = cifar100_transfer().config.training, cifar100().config.training
+    assert not training.mixes
+    assert training.smoothing == training.ema_decay == cifar100_transfer().config.drop_path == 0
+    assert cifar100_transfer().config.distillation.kind == "none"
+    assert cifar100_transfer().config.augmentation == quick().config.augmentation
+    for name in ("optimizer", "lr", "lr_batch", "schedule", "momentum", "weight_decay", "batch_size"):
+        assert getattr(training, name) == getattr(paper, name), name
 
 
 def test_dinov2_giant_sees_as_many_images_per_gpu_as_cifar100_says() -> None:

@@ -1,13 +1,20 @@
-"""Any image classifier as one that answers with logits, whatever its library returns and however many heads it has."""
+"""Any image classifier as one that answers with logits, whatever its library returns and however many heads it has.
+
+A head can be made anew for other classes.
+"""
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hetdpt.errors import ModelError
+from hetdpt.randomness import seeded
+
+HEAD_STD = 0.02  # of the weights of a fresh head, as timm and transformers draw those of a new model
 
 
 class Classifier(nn.Module):
@@ -56,3 +63,55 @@ def pair_of(answer: Any) -> tuple[Tensor, Tensor]:
         return heads[0], heads[1]
     logits = logits_of(answer)
     return logits, logits
+
+
+def with_head_(model: nn.Module, classes: int, heads: tuple[str, ...], seed: int = 0) -> nn.Module:
+    """Give ``model`` a fresh head for ``classes`` classes and return it; all that is before the head stays.
+
+    ``heads`` are the paths of the linear layers that make its logits. Each is replaced by a new one, its weights normal
+    with standard deviation 0.02, its biases 0. Without any, a model of timm gets the head that timm has for it.
+
+    >>> import timm
+    >>> model = timm.create_model("vit_tiny_patch16_224", depth=1)
+    >>> with_head_(model, 7, ("head",)).head
+    Linear(in_features=192, out_features=7, bias=True)
+    """
+    with seeded(seed):
+        heads = heads or _add_head(model, classes)
+        for path in heads:
+            old = model.get_submodule(path)
+            assert isinstance(old, nn.Linear)
+            new = nn.Linear(old.in_features, classes, bias=old.bias is not None)
+            nn.init.normal_(new.weight, std=HEAD_STD)
+            if new.bias is not None:
+                nn.init.zeros_(new.bias)
+            model.set_submodule(path, new.to(old.weight).train(old.training))
+    _tell_classes(model, classes, heads)
+    return model
+
+
+def _add_head(model: nn.Module, classes: int) -> tuple[str, ...]:
+    """Give a model of timm that has no head one, and return its paths; ``ModelError`` for any other model."""
+    reset: Any = getattr(model, "reset_classifier", None)  # how timm changes heads
+    if reset is None:
+        raise ModelError(
+            f"{type(model).__name__} has no head that could be made anew for other classes; give a classifier, such as "
+            "...ForImageClassification of transformers"
+        )
+    reset(classes)
+    made: Any = model.get_classifier()  # type: ignore[operator]
+    layers = made if isinstance(made, tuple) else (made,)
+    return tuple(path for path, module in model.named_modules() if any(module is layer for layer in layers))
+
+
+def _tell_classes(model: nn.Module, classes: int, heads: tuple[str, ...]) -> None:
+    """Set what a model, and each module around its heads, says of the number of classes."""
+    config: Any = getattr(model, "config", None)
+    if config is not None:  # of transformers, which makes the names of classes from it
+        config.num_labels = classes
+    for path in heads:
+        owners = ("", *accumulate(path.split(".")[:-1], "{}.{}".format))
+        for owner in map(model.get_submodule, owners):
+            for name in ("num_classes", "num_labels"):
+                if name in vars(owner):
+                    setattr(owner, name, classes)

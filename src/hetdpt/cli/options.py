@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hetdpt.errors import PlanError, PredictError, TrainError
+from hetdpt.errors import ModelError, PlanError, PredictError, TrainError
 from hetdpt.plan import Plan
 from hetdpt.published import PREFIX, published_plan
 
@@ -117,6 +117,23 @@ def with_removal(plan: Plan, removal: str | None, usual: str) -> Plan:
     if removal is not None:
         return replace(plan, removal=read_removal(removal))
     return replace(plan, removal=usual) if plan.removal == "plain" else plan
+
+
+def open_beside(model: str, beside: list[str], options: dict[str, Any]) -> dict[str, nn.Module]:
+    """Return the models by name; those beside the first bring their own weights."""
+    from hetdpt.export.saved import open_model, saved_directory
+    from hetdpt.randomness import seeded
+
+    for name in beside:
+        if saved_directory(name) is None:
+            raise ModelError(
+                f"--beside takes a directory that hetdpt has saved, or demo, but {name} is neither; give it as the "
+                "first model, with --weights, or save it first"
+            )
+    if len({model, *beside}) < 1 + len(beside):
+        raise ModelError(f"{model} and {', '.join(beside)} were given, but each model can be compared but once")
+    with seeded(0):  # random weights too are the same when it goes on
+        return {model: open_model(model, **options), **{name: open_model(name) for name in beside}}
 
 
 def read_images(

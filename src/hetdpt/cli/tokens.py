@@ -26,11 +26,12 @@ from hetdpt.cli.options import (
     Runs,
     Weights,
     Workers,
+    open_beside,
     read_numbers,
     workers_of,
 )
 from hetdpt.cli.show import note_random_weights, print_, print_json, stages, table
-from hetdpt.errors import MeasureError, ModelError
+from hetdpt.errors import MeasureError
 from hetdpt.report.tokens import name_of
 from hetdpt.report.words import amount
 
@@ -103,7 +104,7 @@ def tokens(
         require_new(out, overwrite, RECIPE)
     opened = open_data(data, splits=("val",), root=data_root, download=download) if data else None
     options = {"weights": weights, "pretrained": pretrained, "num_classes": num_classes, "img_size": img_size}
-    models = _open(model, beside or [], options)
+    models = open_beside(model, beside or [], options)
     with stages(quiet or as_json) as (move, say):
         place = Workplace(device=device, workers=workers_of(workers), progress=move)
         if is_study:
@@ -144,23 +145,6 @@ def _require_none(options: Mapping[str, object]) -> None:
     """Refuse options, by name, that say something of labelled images where there are none."""
     if given := [f"--{name}" for name, value in options.items() if value is not None]:
         raise MeasureError(f"accuracy is not measured, but {', '.join(given)} was given; add --data, or leave it out")
-
-
-def _open(model: str, beside: list[str], options: dict[str, Any]) -> dict[str, nn.Module]:
-    """Return the models by name; those beside the first bring their own weights."""
-    from hetdpt.export.saved import open_model, saved_directory
-    from hetdpt.randomness import seeded
-
-    for name in beside:
-        if saved_directory(name) is None:
-            raise ModelError(
-                f"--beside takes a directory that hetdpt has saved, or demo, but {name} is neither; give it as the "
-                "first model, with --weights, or save it first"
-            )
-    if len({model, *beside}) < 1 + len(beside):
-        raise ModelError(f"{model} and {', '.join(beside)} were given, but each model can be compared but once")
-    with seeded(0):  # random weights too are the same when it goes on
-        return {model: open_model(model, **options), **{name: open_model(name) for name in beside}}
 
 
 def _study(

@@ -1,0 +1,70 @@
+"""How models transfer, in words and in the cells of a table. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hetdpt.report.words import amount, layers, signed
+
+Row = Mapping[str, Any]
+"""One of ``rows`` in results.json: a model, and what it came to."""
+
+
+def columns(mode: str) -> list[str]:
+    """Return what the cells behind the name of a model are."""
+    how = ["features", "penalty"] if mode == "probe" else ["epochs"]
+    return ["gone", "accuracy [95 %]", "to the first [95 %]", "MACs", "params", *how]
+
+
+def cells(row: Row) -> list[str]:
+    """Return these cells.
+
+    >>> gone = {"attention": 1, "activation": 0, "removal": "plain", "epochs": None, "strength": 0.01, "width": 192}
+    >>> known = {"top1": 97.5, "low": 95.3, "high": 98.7, "macs": 1.1e9, "params": 5.2e6}
+    >>> cells({**gone, **known, "difference": -0.5, "difference_low": -1.25, "difference_high": 0.25})[:3]
+    ['1 attention layer, plain', '97.50 % [95.3, 98.7]', '−0.50 [−1.25, +0.25]']
+    """
+    gone = layers(row["attention"], row["activation"]) if row["attention"] or row["activation"] else ""
+    to_first = ""
+    if row["difference"] is not None:
+        value, low, high = (signed(row[f"difference{end}"]) for end in ("", "_low", "_high"))
+        to_first = f"{value} [{low}, {high}]"
+    how = [str(row["width"]), f"{row['strength']:g}"] if row["epochs"] is None else [str(row["epochs"])]
+    return [
+        f"{gone}, {row['removal']}" if row["removal"] else gone,
+        f"{row['top1']:.2f} % [{row['low']:.1f}, {row['high']:.1f}]",
+        to_first,
+        amount(row["macs"]),
+        amount(row["params"]),
+        *how,
+    ]
+
+
+def measured(mode: str, rows: Sequence[Row]) -> str:
+    """Return where and how the numbers were found, in a line; each said once where it is the same for all.
+
+    >>> row = {"device": "cpu", "dtype": "float32", "batch": 64, "images": 360, "training_images": 1437}
+    >>> measured("probe", [row, row])
+    'cpu, float32, batch 64; 1437 images to learn from, accuracy on 360'
+    """
+    said = {name: " and ".join(dict.fromkeys(str(row[name]) for row in rows)) for name in ("device", "dtype", "batch")}
+    learnt, seen = rows[0]["training_images"], rows[0]["images"]
+    where = f"{said['device']}, {said['dtype']}, batch {said['batch']}"
+    last = ", of the last epoch" if mode == "finetune" else ""
+    return f"{where}; {learnt} images to learn from, accuracy on {seen}{last}"
+
+
+def places(rows: Sequence[Row], directory: Path) -> list[str]:
+    """Return where each model lies that a row came to, in a line for each.
+
+    >>> places([{"model": "dense", "saved": "models/1/model"}, {"model": "tower", "saved": None}], Path("run"))
+    ['dense: saved to run/models/1/model', 'tower: not saved, since a probe cannot be its head']
+    """
+    return [
+        f"{row['model']}: saved to {directory / row['saved']}"
+        if row["saved"]
+        else f"{row['model']}: not saved, since a probe cannot be its head"
+        for row in rows
+    ]
