@@ -1,0 +1,97 @@
+"""Images that are drawn: rectangles, discs and triangles on a background. Makes neither masks of classes nor boxes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+NAME = "shapes"
+"""What such data is called."""
+COUNTS = {"train": 400, "val": 100}
+"""Images of each split; the seed of a split is its place here."""
+SIDE_WITH_BOXES, SIDE_WITH_MASKS = 128, 64
+"""Pixels of a side. They differ because the figures in the docs are of these."""
+CLASSES = ("rectangle", "disc", "triangle")
+MOST = 4
+"""Objects in an image; there is always one."""
+TRIES = 20
+"""How often a place is looked for that leaves most of what is already there in sight."""
+
+Mask = npt.NDArray[np.bool_]
+Points = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """An image and the objects in it."""
+
+    image: npt.NDArray[np.uint8]
+    """(H, W, 3)."""
+    masks: Mask
+    """(n, H, W): the visible pixels of each object; no pixel belongs to two."""
+    labels: npt.NDArray[np.int64]
+    """(n,): which of ``CLASSES`` each object is."""
+
+
+def draw(seed: int, index: int, size: int) -> Drawing:
+    """Return drawing number ``index`` of ``seed``, of ``size`` x ``size`` pixels; always the same one.
+
+    What a pixel belongs to is told by shape alone: colours and textures are drawn for each object anew. Size and
+    place of the objects are parts of the image, so the same number gives the same picture at every size, but for
+    rounding.
+
+    >>> drawing = draw(seed=0, index=0, size=32)
+    >>> drawing.image.shape, drawing.masks.shape[1:], int(drawing.masks.sum(axis=0).max())
+    ((32, 32, 3), (32, 32), 1)
+    """
+    chance = np.random.default_rng((seed, index))
+    steps = (np.arange(size) + 0.5) / size
+    points = np.stack(np.meshgrid(steps, steps), axis=-1)  # (H, W, 2): x and y of each pixel, 0..1
+    image = _texture(points, chance)
+    masks: list[Mask] = []
+    labels: list[int] = []
+    for _ in range(int(chance.integers(1, MOST + 1))):
+        label, texture = int(chance.integers(len(CLASSES))), _texture(points, chance)
+        found = _place(label, points, masks, chance)
+        if found is None:
+            continue
+        masks = [mask & ~found for mask in masks] + [found]
+        labels.append(label)
+        image = np.where(found[..., None], texture, image)
+    pixels = np.clip(image + chance.normal(0, 6, image.shape), 0, 255).astype(np.uint8)
+    return Drawing(pixels, np.stack(masks), np.array(labels, dtype=np.int64))
+
+
+def _place(label: int, points: Points, others: list[Mask], chance: np.random.Generator) -> Mask | None:
+    """Return the pixels of a new object that hides at most a third of any other; None if no place is found."""
+    areas = [mask.sum() for mask in others]
+    for _ in range(TRIES):
+        found = _inside(label, points, chance)
+        if found.any() and all(3 * (mask & found).sum() <= area for mask, area in zip(others, areas, strict=True)):
+            return found
+    return None
+
+
+def _inside(label: int, points: Points, chance: np.random.Generator) -> Mask:
+    """Return the pixels of an object of random size, place and turn, of about the same area for each class."""
+    radius, angle = chance.uniform(0.14, 0.26), chance.uniform(0, 2 * np.pi)
+    away = points - chance.uniform(radius, 1 - radius, size=2)
+    turn = np.array([[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]])
+    along = away @ turn / radius  # (H, W, 2), in radii from the middle
+    if CLASSES[label] == "disc":
+        return np.asarray((along**2).sum(axis=-1) <= 0.81)
+    if CLASSES[label] == "rectangle":
+        long = chance.uniform(0.8, 1.0)
+        return np.asarray((np.abs(along) <= (long, 0.64 / long)).all(axis=-1))
+    normals = np.array([[np.cos(side), np.sin(side)] for side in 2 * np.pi * np.arange(3) / 3])
+    return np.asarray((along @ normals.T <= 0.64).all(axis=-1))
+
+
+def _texture(points: Points, chance: np.random.Generator) -> npt.NDArray[np.float64]:
+    """Return stripes of two random colours (H, W, 3): of any direction, width and contrast."""
+    angle, turns = chance.uniform(0, np.pi), chance.uniform(2, 8)
+    wave = np.sin(2 * np.pi * turns * (points @ np.array([np.cos(angle), np.sin(angle)])))
+    base, other = chance.uniform(0, 255, size=(2, 3))
+    return np.asarray(base + chance.uniform(0, 0.5) * (wave[..., None] > 0) * (other - base))
