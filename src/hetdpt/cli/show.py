@@ -19,7 +19,7 @@ from hetdpt.plan import Plan
 if TYPE_CHECKING:
     from hetdpt.measurement.costs import Costs
     from hetdpt.measurement.speed import Comparison, LatencyTable
-    from hetdpt.training.trainer import Progress
+    from hetdpt.training.trainer import Epoch, Progress
 
 WIDE = 200  # columns of a file or pipe, so that no path in a table is broken
 
@@ -259,3 +259,22 @@ def print_breakdown(latency: LatencyTable) -> None:
     for kind, value in latency.breakdown.items():
         rows.add_row(kind, f"{value.value:.2f}", f"{100 * value.value / total:.0f} %")
     print_(rows)
+
+
+def epoch_line(epoch: Epoch, metric: str = "accuracy") -> str:
+    """Return what an epoch came to as a line; ``metric`` is what its score is called."""
+    if not epoch.number:
+        return f"before training: {metric} {epoch.last:.2f} %"
+    ema = f", ema {epoch.ema:.2f} %" if epoch.ema is not None else ""
+    return (
+        f"epoch {epoch.number}/{epoch.epochs}: loss {epoch.loss:.4f}, last {epoch.last:.2f} %, best {epoch.best:.2f} %"
+        f"{ema}, {epoch.images_per_second:.1f} images/s, {epoch.seconds:.0f} s"
+    )
+
+
+def warn_of(unreadable: tuple[str, ...] | list[str]) -> None:
+    """Print a warning with the names of files that could not be read, if there are any."""
+    if unreadable:
+        shown = ", ".join(unreadable[:10]) + (", ..." if len(unreadable) > 10 else "")
+        files = f"{len(unreadable)} file{'s' if len(unreadable) > 1 else ''}"
+        typer.echo(f"warning: {files} could not be read: {shown}", err=True)

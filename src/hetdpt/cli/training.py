@@ -42,14 +42,13 @@ from hetdpt.cli.options import (
     with_removal,
     workers_of,
 )
-from hetdpt.cli.show import is_first_process, print_, print_json, progress, table, watching
+from hetdpt.cli.show import epoch_line, is_first_process, print_, print_json, progress, table, warn_of, watching
 from hetdpt.errors import TrainError
 
 if TYPE_CHECKING:
     from torch import nn
 
     from hetdpt.recovery import RecoverConfig
-    from hetdpt.training.trainer import Epoch
 
 
 def eval_(
@@ -98,7 +97,7 @@ def eval_(
         f"top-1 {scores.top1:.2f} % (95 % interval {scores.low:.1f} to {scores.high:.1f}), top-5 {scores.top5:.2f} %, "
         f"loss {scores.loss:.4f}, {scores.count} images"
     )
-    _warn_of(scores.unreadable)
+    warn_of(scores.unreadable)
 
 
 def train(
@@ -259,7 +258,7 @@ def _run(
                 say(f"going on with {out}")
                 was_begun = False
             if not is_silent:
-                say(_line(epoch))
+                say(epoch_line(epoch))
     if not is_first:
         return
     if was_done and not as_json:
@@ -269,22 +268,5 @@ def _run(
         return print_json(directory=str(out), **summary)
     names = [name for name in ("start", "last", "best", "ema") if summary[name] is not None]
     typer.echo("accuracy: " + ", ".join(f"{name} {summary[name]:.2f} %" for name in names))
-    _warn_of(summary["unreadable"])
+    warn_of(summary["unreadable"])
     typer.echo(f"saved to {out}: {', '.join(name for name in names if name != 'start')}")
-
-
-def _line(epoch: Epoch) -> str:
-    if not epoch.number:
-        return f"before training: accuracy {epoch.last:.2f} %"
-    ema = f", ema {epoch.ema:.2f} %" if epoch.ema is not None else ""
-    return (
-        f"epoch {epoch.number}/{epoch.epochs}: loss {epoch.loss:.4f}, last {epoch.last:.2f} %, best {epoch.best:.2f} %"
-        f"{ema}, {epoch.images_per_second:.1f} images/s, {epoch.seconds:.0f} s"
-    )
-
-
-def _warn_of(unreadable: tuple[str, ...] | list[str]) -> None:
-    if unreadable:
-        shown = ", ".join(unreadable[:10]) + (", ..." if len(unreadable) > 10 else "")
-        files = f"{len(unreadable)} file{'s' if len(unreadable) > 1 else ''}"
-        typer.echo(f"warning: {files} could not be read: {shown}", err=True)

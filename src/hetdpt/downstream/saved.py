@@ -1,0 +1,86 @@
+"""``save_task`` and ``load_task``: a detector or segmenter as a directory, its backbone a saved model in it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from hetdpt.adapters.checkpoints import check_fit
+from hetdpt.downstream.backbone import Backbone
+from hetdpt.downstream.model import TaskModel
+from hetdpt.downstream.tasks import TASKS
+from hetdpt.errors import FileError, first_line
+from hetdpt.export.saved import load, save, storable
+from hetdpt.files import new_directory, read_sealed_json, sha256, write_sealed_json
+
+TASK, HEAD, BACKBONE = "task.json", "head.safetensors", "backbone"
+FORMAT = 1
+_OF_BACKBONE = "backbone.model."
+
+
+def save_task(
+    model: TaskModel, directory: str | Path, *, overwrite: bool = False, notes: Mapping[str, str] | None = None
+) -> Path:
+    """Write ``model``, which is on the CPU, to ``directory`` and return its path; all of it appears at once.
+
+    ``notes`` are further files, by name, with the text in them; ``load_task`` does not read them.
+    """
+    target = Path(directory)
+    with new_directory(target, TASK, overwrite) as scratch:
+        save(model.backbone.model, scratch / BACKBONE)
+        try:
+            save_file(storable(_own(model)), scratch / HEAD)
+        except SafetensorError as error:
+            raise FileError(f"{target} cannot be written ({error}); is the disk full?") from None
+        values = {
+            "format": FORMAT,
+            "task": model.task,
+            "classes": list(model.classes),
+            "pyramid": model.backbone.channels[0],
+            "config": asdict(model.config),
+            "weights": {"file": HEAD, "sha256": sha256(scratch / HEAD)},
+        }
+        write_sealed_json(scratch / TASK, values)
+        for name, text in (notes or {}).items():
+            (scratch / name).write_text(text)
+    return target
+
+
+def load_task(directory: str | Path) -> TaskModel:
+    """Return the detector or segmenter saved in ``directory``, in eval mode on the CPU; damaged files are refused."""
+    source = Path(directory)
+    values = read_sealed_json(source / TASK)
+    if values.get("format") != FORMAT or values.get("task") not in TASKS:
+        raise FileError(f"{source / TASK} is of a version that this one does not read; save the model again")
+    weights = source / HEAD
+    if not weights.is_file() or sha256(weights) != values["weights"]["sha256"]:
+        raise FileError(f"{weights} is missing, or was altered since it was saved; save the model again")
+    try:
+        state = load_file(weights)
+    except SafetensorError as error:
+        raise FileError(f"{weights} cannot be read: {error}") from None
+    row = TASKS[values["task"]]
+    backbone = Backbone(load(source / BACKBONE), width=values["pyramid"])
+    model = row.model(backbone, values["classes"], _config(row.config, values, source))
+    check_fit(_own(model), state, str(weights))
+    model.load_state_dict(state, strict=False)
+    return model.eval()
+
+
+def _own(model: TaskModel) -> dict[str, Tensor]:
+    """Return the tensors of ``model`` that are not those of the model in its backbone."""
+    return {name: tensor for name, tensor in model.state_dict().items() if not name.startswith(_OF_BACKBONE)}
+
+
+def _config(kind: type[Any], values: dict[str, Any], source: Path) -> Any:
+    try:
+        return TypeAdapter(kind).validate_python(values["config"])
+    except ValidationError as error:
+        raise FileError(f"{source / TASK} has settings that this version does not know: {first_line(error)}") from None
