@@ -38,17 +38,23 @@ def open_images(name: str, *, root: Path | None = None, download: bool = False) 
         split = open_data(name, splits=("train",), root=root, download=download).train
         assert split is not None
         return split
-    place = next((folder / split for split in SPLITS["train"] if (folder / split).is_dir()), folder)
-    files = sorted(_images_in(place))
-    if not files:
-        raise DataError(f"{place} has no images; files that end in {', '.join(EXTENSIONS)} were expected")
+    files = images_in(folder)
     folders = [str(Path(file).parent) for file in files]
     classes = sorted(set(folders))
     numbers = {inner: number for number, inner in enumerate(classes)}
     return Listed(tuple(classes), [numbers[inner] for inner in folders], partial(_read, files), partial(_name, files))
 
 
-def _images_in(folder: Path) -> Iterator[str]:
+def images_in(folder: Path) -> list[str]:
+    """Return the images in ``folder``, or in its split ``train`` if it has one, by name; ``DataError`` without any."""
+    place = next((folder / split for split in SPLITS["train"] if (folder / split).is_dir()), folder)
+    files = sorted(_images_below(place))
+    if not files:
+        raise DataError(f"{place} has no images; files that end in {', '.join(EXTENSIONS)} were expected")
+    return files
+
+
+def _images_below(folder: Path) -> Iterator[str]:
     """Yield the images in ``folder`` and the folders in it, links too; hidden ones are passed over."""
     for place, folders, files in os.walk(folder, followlinks=True):
         folders[:] = [inner for inner in folders if not inner.startswith(".")]

@@ -1,0 +1,137 @@
+"""What a model attends to as it runs: its attention maps, in the graph of its answer.
+
+Seen in a copy around the same weights: attention runs as two products and a softmax there, also where it is one fused
+operator, and the model itself is not touched. No ``forward`` is copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from hetdpt.adapters.anatomy import Handle
+from hetdpt.errors import ModelError
+from hetdpt.modules import clone
+
+SOFTMAXES = (F.softmax, torch.softmax, Tensor.softmax)
+
+
+@dataclass(frozen=True)
+class Look:
+    """What was seen of one forward pass, all of it in the graph."""
+
+    answer: Any
+    maps: tuple[Tensor, ...]
+    """Of each attention: (B, heads, N, N), or (B windows, heads, N, N); rows sum to 1."""
+    end: Tensor
+    """What the block of the last of them gives."""
+    grid: tuple[int, int] | None
+    """Rows and columns of what the last convolution before the first of them gives."""
+
+
+def look(model: nn.Module, handles: Sequence[Handle], images: Tensor) -> Look:
+    """Return the answer to ``images`` (B, C, H, W), and the attention maps of ``handles``; ``ModelError`` without any.
+
+    Gradients reach the maps also where no weight wants any.
+    """
+    probe = differentiable(model)
+    watch, grids, ends = _Watch(), list[tuple[int, int]](), list[Tensor]()
+
+    def convolved(_: nn.Module, args: Any, output: Tensor) -> None:
+        if not watch.maps:
+            grids.append((output.shape[-2], output.shape[-1]))
+
+    def ended(_: nn.Module, args: Any, output: Any) -> None:
+        ends.append(first_tensor(output))
+
+    for module in probe.modules():
+        if isinstance(module, nn.Conv2d):
+            module.register_forward_hook(convolved)
+    for handle in handles:
+        attention = probe.get_submodule(handle.site.path)
+        attention.register_forward_pre_hook(partial(watch.begin, handle.site.path))
+        attention.register_forward_hook(watch.end)
+    probe.get_submodule(handles[-1].owner).register_forward_hook(ended)
+    with torch.enable_grad(), watch:
+        answer = probe(images.detach().requires_grad_())
+    for handle in handles:
+        if len(watch.maps.get(handle.site.path, ())) != 1:
+            raise ModelError(
+                f"{handle.site.path} was expected to attend by one softmax, or one call of torch's fused operator, and "
+                f"has {len(watch.maps.get(handle.site.path, ()))}; relevance is not defined for it"
+            )
+    maps = tuple(watch.maps[handle.site.path][0] for handle in handles)
+    return Look(answer, maps, ends[0], grids[-1] if grids else None)
+
+
+def differentiable(model: nn.Module) -> nn.Module:
+    """Return a copy around the same weights, in eval mode, that keeps what a gradient needs instead of recomputing."""
+    probe = clone(model).eval()
+    for module in probe.modules():
+        if vars(module).get("grad_checkpointing"):  # timm, where it holds in eval mode too
+            vars(module)["grad_checkpointing"] = False
+    return probe
+
+
+class _Watch(TorchFunctionMode):
+    """Keeps the attention maps of modules that say when they begin and end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now: str | None = None
+        self.maps: dict[str, list[Tensor]] = {}
+
+    def begin(self, path: str, *_: Any) -> None:
+        self.now = path
+
+    def end(self, *_: Any) -> None:
+        self.now = None
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.now is not None and func is F.scaled_dot_product_attention:
+            return self.attend(*args, **kwargs)
+        result = func(*args, **kwargs)
+        if self.now is not None and func in SOFTMAXES:
+            self.keep(result)
+        return result
+
+    def keep(self, attention: Tensor) -> Tensor:
+        assert self.now is not None
+        self.maps.setdefault(self.now, []).append(attention)
+        return attention
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        """Return softmax(scale q k + mask) v, as torch's fused operator does in eval mode."""
+        if is_causal or enable_gqa:
+            raise ModelError(f"{self.now} hides later tokens or shares keys, for which relevance is not defined")
+        scores = (query @ key.mT) * (query.shape[-1] ** -0.5 if scale is None else scale)  # (B, heads, N, N)
+        if attn_mask is not None and attn_mask.dtype == torch.bool:
+            scores = scores.masked_fill(~attn_mask, -torch.inf)
+        elif attn_mask is not None:
+            scores = scores + attn_mask
+        return self.keep(scores.softmax(-1)) @ value
+
+
+def first_tensor(*values: Any) -> Tensor:
+    """Return the first tensor among arguments or results, at whatever depth."""
+    found: Tensor = next(leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor))
+    return found

@@ -1,0 +1,170 @@
+"""Relevance maps as a figure, and what was found of them in words. Draws what it is given; no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hetdpt.errors import FileError
+from hetdpt.report.scan import SUFFIXES
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+RED = "#D00000"
+COLUMNS = 8
+SIDE = 1.45  # inches that a panel is wide
+Map = Any
+"""An array (rows, columns)."""
+
+
+@dataclass(frozen=True)
+class Layer:
+    """The attention of one block, and what happens to it."""
+
+    block: int
+    is_removed: bool
+    """By the plan, or before."""
+    loses_activation: bool
+
+
+@dataclass(frozen=True)
+class Picture:
+    """One image and its maps."""
+
+    title: str
+    image: Any
+    """An array (H, W, C) of numbers from 0 to 1, as the model saw it."""
+    wholes: tuple[tuple[str, Map], ...]
+    """Maps of whole models, each with what is written above it."""
+    maps: tuple[Map | None, ...]
+    """Of each layer; None for one that is not there."""
+
+
+def require_figure(path: Path) -> None:
+    """Raise ``FileError`` unless ``path`` is called as a figure is."""
+    if path.suffix.lower() not in SUFFIXES:
+        raise FileError(f"a figure is a file that ends in {' or '.join(SUFFIXES)}, but {path.name} does not")
+
+
+def draw(pictures: Sequence[Picture], layers: Sequence[Layer], path: Path, dpi: int = 110) -> None:
+    """Write a figure, PNG or SVG by the name of the file: for each image itself, whole models, then every block.
+
+    Each map is spread from its least to its largest value, so that colours of two panels are not to be compared.
+    """
+    require_figure(path)
+    from matplotlib.figure import Figure
+
+    panels = 1 + len(pictures[0].wholes) + len(layers)
+    rows = -(-panels // COLUMNS)
+    columns = -(-panels // rows)
+    height, width = pictures[0].image.shape[:2]
+    tall = len(pictures) * (rows * (SIDE * height / width + 0.22) + 0.35) + 0.3
+    figure = Figure(figsize=(columns * SIDE, tall), layout="constrained")
+    *parts, below = figure.subfigures(len(pictures) + 1, 1, height_ratios=[1.0] * len(pictures) + [0.08], squeeze=False)
+    for part, picture in zip(parts, pictures, strict=True):
+        part[0].suptitle(picture.title, fontsize="medium", x=0.01, ha="left", parse_math=False)  # a file may be $x$
+        places = part[0].subplots(rows, columns, squeeze=False).flatten()
+        for place in places:
+            place.set_axis_off()
+        _draw_picture(list(places), picture, layers)
+    below[0].text(0.01, 0.5, _legend(layers), fontsize="small", va="center")
+    figure.savefig(path, dpi=dpi, format=path.suffix[1:].lower())
+
+
+def _draw_picture(places: list[Axes], picture: Picture, layers: Sequence[Layer]) -> None:
+    _show(places[0], picture.image, None, "image")
+    for place, (title, whole) in zip(places[1:], picture.wholes, strict=False):
+        _show(place, picture.image, whole, title)
+    after = places[1 + len(picture.wholes) :]
+    for place, layer, values in zip(after, layers, picture.maps, strict=False):
+        _show(place, picture.image, values, f"block {layer.block}", is_missing=values is None)
+        if layer.is_removed:
+            _frame(place)
+        if layer.loses_activation:
+            place.plot(0.93, 0.93, marker="v", color=RED, markeredgecolor="white", transform=place.transAxes)
+
+
+def _show(place: Axes, image: Any, values: Map | None, title: str, *, is_missing: bool = False) -> None:
+    """Draw an image, in grey under a map where there is one; or the word for one that is missing."""
+    place.set_title(title, fontsize="small", pad=2, parse_math=False)
+    height, width = image.shape[:2]
+    box: Any = {"extent": (0, width, height, 0)}
+    if is_missing:
+        place.imshow([[1.0]], cmap="gray", vmin=0, vmax=1, **box)
+        place.text(width / 2, height / 2, "removed", ha="center", va="center", fontsize="small", color=RED)
+        return
+    grey = image.mean(2)
+    if values is None and image.shape[2] == 3:
+        place.imshow(image, **box)
+    else:
+        place.imshow(grey, cmap="gray", vmin=0, vmax=1, **box)
+    if values is not None:
+        place.imshow(values, cmap="turbo", alpha=0.55, interpolation="bilinear", **box)
+    place.set_xlim(0, width)
+    place.set_ylim(height, 0)
+
+
+def _frame(place: Axes) -> None:
+    place.set_axis_on()
+    place.set_xticks([])
+    place.set_yticks([])
+    for spine in place.spines.values():
+        spine.set(edgecolor=RED, linewidth=3)
+
+
+def _legend(layers: Sequence[Layer]) -> str:
+    said = ["red: most relevant, blue: least, each map on its own scale"]
+    if any(layer.is_removed for layer in layers):
+        said.append("red frame: attention removed")
+    if any(layer.loses_activation for layer in layers):
+        said.append("red triangle: activation removed")
+    return "; ".join(said)
+
+
+def class_words(one: Mapping[str, Any]) -> str:
+    """Return the class that the maps of an image speak for; ``one`` is of ``images`` in the record.
+
+    >>> class_words({"class": 281, "class_name": "tabby, tabby cat"})
+    '281 (tabby)'
+    """
+    return f"{one['class']}{_called(one['class_name'])}"
+
+
+def answer_words(one: Mapping[str, Any]) -> str:
+    """Return the most probable class of an image, or of ``pruned`` in it, and its probability.
+
+    >>> answer_words({"answer": 4, "answer_name": None, "answer_probability": 0.625})
+    '4 0.62'
+    """
+    return f"{one['answer']}{_called(one['answer_name'])} {one['answer_probability']:.2f}"
+
+
+def _called(name: str | None) -> str:
+    return f" ({name.partition(',')[0]})" if name else ""
+
+
+def title(one: Mapping[str, Any]) -> str:
+    """Return what is written above the maps of an image."""
+    text = f"{Path(one['file']).name}: relevance for class {class_words(one)}, probability {one['probability']:.2f}"
+    if one["answer"] != one["class"]:
+        text += f" (answer: {answer_words(one)})"
+    return text + (f"; pruned: {answer_words(one['pruned'])}" if one["pruned"] else "")
+
+
+def verdict(measure: str, found: Mapping[str, Any], images: int) -> str:
+    """Return in one sentence whether removed layers are more like their neighbours than kept ones."""
+    difference, low, high = found["difference"], found["low"], found["high"]
+    if low is not None and low <= 0 <= high:
+        words = "removed layers are neither more nor less like their neighbours than kept ones"
+    else:
+        words = f"removed layers are {'more' if difference > 0 else 'less'} like their neighbours than kept ones"
+    interval = (
+        f", 95 % over {images} images {low:+.3f} to {high:+.3f}" if low is not None else ", too few images to be sure"
+    )
+    return (
+        f"{measure}: {words}: {found['removed']:.3f} against {found['kept']:.3f} ({difference:+.3f}{interval}); "
+        f"{100 * found['as_alike']:.0f} % of all choices of as many layers are at least as alike to theirs"
+    )
