@@ -222,6 +222,7 @@ def kill_when(process: subprocess.Popen[str], is_time: Any) -> None:
     process.communicate()
 
 
+@pytest.mark.slow
 def test_killed_again_and_again_it_comes_to_the_same(home: Path, whole: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     moments = {

@@ -403,6 +403,7 @@ class TestOtherWays:
         assert found.activation == taken
         assert said.startswith(why)
 
+    @pytest.mark.slow
     def test_width_alone_and_fewer_tokens(self, home: Path, tmp_path: Path) -> None:
         changes = {"layers": 0, "rounds": None, "params": "70%", "tokens": "tome:2", "compare": []}
         found: list[Event] = []
@@ -458,7 +459,8 @@ class TestKills:
     @pytest.mark.parametrize(
         "stages",
         [
-            pytest.param(("collect", "select", "recover"), id="three"),
+            pytest.param(("recover",), id="one"),
+            pytest.param(("collect", "select", "recover"), id="three", marks=pytest.mark.slow),
             pytest.param(USUAL * 2, id="every stage, twice", marks=pytest.mark.slow),
         ],
     )

@@ -121,7 +121,9 @@ def whole(home: Path) -> Path:
     return home / "whole"
 
 
-@pytest.mark.parametrize("kills", [(1, 4), (3,), (5, 7, 9)], ids=str)
+@pytest.mark.parametrize(
+    "kills", [(3,), *(pytest.param(kills, marks=pytest.mark.slow) for kills in ((1, 4), (5, 7, 9)))], ids=str
+)
 def test_killed_and_resumed_ends_bit_equal(home: Path, whole: Path, kills: tuple[int, ...], tmp_path: Path) -> None:
     out = tmp_path / "run"
     command = [sys.executable, *recovery(home, out, *RANDOM)]
@@ -188,6 +190,7 @@ def kill_all_at(command: list[str], out: Path, checkpoint: int, **variables: str
     psutil.wait_procs(family, timeout=30)
 
 
+@pytest.mark.slow
 def test_two_processes_resume(home: Path, tmp_path: Path) -> None:
     """Several processes look at the clock every ten updates: the kill comes within the first epoch of twenty."""
     outs = tmp_path / "one", tmp_path / "two"
@@ -210,6 +213,7 @@ def test_evaluation_counts_every_image_once_in_two_processes(home: Path) -> None
     assert first["count"] == 360
 
 
+@pytest.mark.slow
 def test_accelerate_launch_trains_as_torchrun_does(home: Path, tmp_path: Path) -> None:
     """A model of random weights: all processes must begin with the same ones."""
     outs = tmp_path / "torchrun", tmp_path / "accelerate"
@@ -221,6 +225,7 @@ def test_accelerate_launch_trains_as_torchrun_does(home: Path, tmp_path: Path) -
     assert record(outs[0]) == record(outs[1])
 
 
+@pytest.mark.slow
 def test_sharded_over_two_processes_and_killed_once(home: Path, tmp_path: Path) -> None:
     """FSDP through accelerate, as docs/training.md says, on two CPU processes."""
     plain, sharded = tmp_path / "plain", tmp_path / "sharded"

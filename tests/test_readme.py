@@ -34,8 +34,10 @@ def test_there_are_commands() -> None:
 
 @pytest.mark.parametrize("words", commands(), ids=" ".join)
 def test_every_command_is_understood(words: list[str]) -> None:
-    command = PARSER.commands[words[0]]  # type: ignore[attr-defined]
-    assert command.make_context(words[0], words[1:]).params
+    command, (name, *rest) = PARSER.commands[words[0]], words  # type: ignore[attr-defined]
+    if hasattr(command, "commands"):  # detect and segment have commands of their own
+        command, (name, *rest) = command.commands[rest[0]], rest
+    assert command.make_context(name, rest).params
 
 
 @pytest.mark.slow
@@ -54,6 +56,8 @@ def test_the_commands_run_in_order(tmp_path: Path) -> None:
         assert (tmp_path / "runs" / name).is_file(), name
     for name in ("plus/model", "narrow", "fewer"):
         assert (tmp_path / "runs" / name / "model.safetensors").is_file(), name
+    for name in ("probed/results.json", "detector/best/task.json", "segmenter/best/task.json"):
+        assert (tmp_path / "runs" / name).is_file(), name
 
 
 def test_make_targets_exist() -> None:

@@ -18,10 +18,11 @@ STOREYS = [
     {"pipeline"},
     {"stages"},
     {"studies"},
+    {"downstream"},
     {"oneshot", "collection", "keeping", "report", "config"},
     {"recipes"},
     {"runs"},
-    {"export", "downstream", "insight"},
+    {"export", "insight"},
     {"predictor", "selection", "combine"},
     {"recovery"},
     {"entropy"},
@@ -30,7 +31,7 @@ STOREYS = [
     {"surgery", "data", "variants"},
     {"adapters"},
     {"gates", "fold", "modules", "randomness", "claims"},
-    {"published", "files", "torchvision_ops"},
+    {"published", "files", "settings", "torchvision_ops"},
     {"plan", "reductions"},
     {"errors"},
 ]
@@ -39,6 +40,8 @@ FENCES = {
     "transformers": {"adapters", "downstream"},
     "accelerate": {"adapters", "training"},
     "torch_pruning": {"combine"},
+    "pycocotools": {"downstream"},
+    "torchmetrics": {"downstream"},
     "onnx": {"export"},
     "onnxruntime": {"export"},
     "onnxscript": {"export"},
@@ -53,7 +56,7 @@ FENCES = {
     "rich": {"cli"},
     "typer": {"cli"},
 }
-WITHOUT_TORCH = {"plan", "reductions", "errors", "files", "claims", "published", "report"}
+WITHOUT_TORCH = {"plan", "reductions", "errors", "files", "settings", "claims", "published", "report"}
 WITHOUT_TORCH_TOO = {f"predictor/{name}.py" for name in ("rows", "polynomial", "prices", "allocate")}
 # The front door hands out names lazily and knows every room.
 DOORS = {"__init__", "__main__"}

@@ -1,0 +1,139 @@
+"""Where the detector looks and where its queries begin, for images that fill only a part of the canvas."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import timm
+import torch
+from test_detection import CLASSES, SMALL, corners, make
+from torch import Tensor
+
+from hetdpt.data.annotated import AnnotatedBatch
+from hetdpt.downstream.backbone import Backbone
+from hetdpt.downstream.detector import Detector, _anchors, _layout, _places, detect
+from hetdpt.downstream.hybrid import Answer, MatchedLoss, Weights, objects_per_process
+
+VALID = torch.tensor([[0.5, 1.0], [0.75, 0.25]])
+"""Heights and widths of two images, as parts of the canvas."""
+
+
+@pytest.fixture(scope="module")
+def images() -> Tensor:
+    return torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture
+def model() -> Detector:
+    return make().eval()
+
+
+def test_anchors_are_around_the_middles_of_places_as_parts_of_the_image() -> None:
+    anchors = _anchors([(4, 4), (2, 2)], VALID)
+    assert anchors.shape == (2, 20, 4)
+    assert anchors[0, 0].tolist() == pytest.approx([0.125, 0.25, 0.05, 0.05])
+    assert anchors[0, 5].tolist() == pytest.approx([0.375, 0.75, 0.05, 0.05])  # second row, second column
+    assert anchors[1, 16].tolist() == pytest.approx([1.0, 1 / 3, 0.1, 0.1])  # of the next map, twice the side
+
+
+def test_the_library_is_told_widths_before_heights() -> None:
+    ratios = _layout([(4, 4), (2, 2)], VALID)["valid_ratios"]
+    assert ratios.tolist() == [[[1.0, 0.5]] * 2, [[0.25, 0.75]] * 2]
+
+
+@torch.no_grad()
+def test_before_training_every_place_proposes_its_anchor(images: Tensor) -> None:
+    fresh = make(is_random=False).eval()
+    memory = fresh._encoded(images, VALID)
+    first, _ = fresh._proposed(memory, VALID)
+    expected = _anchors(memory.shapes, VALID).clamp(1e-5, 1 - 1e-5)  # the library's inverse of the sigmoid is finite
+    torch.testing.assert_close(first.boxes, expected, rtol=1e-4, atol=1e-6)
+
+
+@torch.no_grad()
+def test_no_query_begins_beside_the_image_however_sure_padding_is(model: Detector, images: Tensor) -> None:
+    plain = model(images, valid=VALID)
+    is_seen = model._encoded(images, VALID).is_seen
+    assert (is_seen.sum(1) >= SMALL.queries).all()
+    model.proposal_score.register_forward_hook(lambda _, args, scores: scores + 100 * ~is_seen[..., None])
+    assert torch.equal(model(images, valid=VALID).boxes, plain.boxes)
+
+
+@torch.no_grad()
+def test_what_the_encoder_leaves_beside_the_image_changes_nothing(model: Detector, images: Tensor) -> None:
+    memory = model._encoded(images, VALID)
+    beside, inside = (
+        memory._replace(features=memory.features + 5 * mask[..., None]) for mask in (~memory.is_seen, memory.is_seen)
+    )
+    proposals = model._proposed(memory, VALID)[1]
+    assert torch.equal(model._proposed(beside, VALID)[1], proposals)
+    assert not torch.equal(model._proposed(inside, VALID)[1], proposals)
+    reference = proposals[:, : SMALL.queries].sigmoid()
+    plain, same, other = (model._decoded(one, reference)[-1].boxes for one in (memory, beside, inside))
+    assert torch.equal(same, plain)
+    assert not torch.equal(other, plain)
+
+
+@torch.no_grad()
+def test_positions_of_an_image_are_those_it_has_on_a_canvas_of_its_own_size(model: Detector, images: Tensor) -> None:
+    given: list[Tensor] = []
+    model.encoder.register_forward_pre_hook(
+        lambda _, args, kwargs: given.append(kwargs["spatial_position_embeddings"]), with_kwargs=True
+    )
+    memory = model._encoded(images, VALID)
+    height, width = memory.shapes[0]  # 8 x 8, of which the second image has 6 x 2
+    found = given[0][1, : height * width].mT.reshape(SMALL.width, height, width)[:, :6, :2]
+    alone = model.positions(torch.Size((1, SMALL.width, 6, 2)), images.device, images.dtype)[0]
+    torch.testing.assert_close(found, alone + model.levels[0][:, None, None], rtol=1e-4, atol=1e-5)
+
+
+def test_the_loss_of_queries_does_not_teach_where_they_begin(images: Tensor) -> None:
+    model = make()
+    first, answers = model._answers(images, VALID)
+    head = [*model.proposal_box.parameters()]
+    for answer in answers:
+        gradients = torch.autograd.grad(answer.boxes.sum(), head, allow_unused=True, retain_graph=True)
+        assert gradients == (None,) * len(head)
+    assert torch.autograd.grad(first.boxes.sum(), head)[-1].abs().max() > 0
+
+
+@torch.no_grad()
+def test_detections_are_told_of_how_images_lie_on_the_canvas(model: Detector, images: Tensor) -> None:
+    targets: tuple[Any, ...] = tuple({"valid": one, "size": torch.tensor([64, 128])} for one in VALID)
+    found = detect(model, AnnotatedBatch(images, targets, torch.tensor([0, 1])))
+    answer = model(images, valid=VALID)
+    for number, one in enumerate(found):
+        scores = answer.logits[number].sigmoid()
+        query = int(scores.amax(1).argmax())
+        assert one.scores[0] == scores.max()
+        assert one.boxes[0].tolist() == pytest.approx(corners(answer.boxes[number, query], 64, 128), rel=1e-4)
+
+
+@pytest.mark.parametrize("sides", [(5, 5), (7, 3), (1, 6)])
+@torch.no_grad()
+def test_places_are_those_that_maps_of_an_odd_number_of_patches_have(sides: tuple[int, int]) -> None:
+    size = (8 * sides[0], 8 * sides[1])
+    vit = timm.create_model(
+        "vit_tiny_patch16_224", img_size=size, patch_size=8, depth=1, embed_dim=48, num_heads=3, num_classes=0
+    )
+    config = replace(SMALL, queries=2, extra_queries=0, further_maps=2)
+    model = Detector(Backbone(vit, width=16), CLASSES, config).eval()
+    memory = model._encoded(torch.zeros(1, 3, *size), torch.ones(1, 2))
+    assert memory.features.shape[1] == _places(model.backbone, config)
+
+
+@torch.no_grad()
+def test_a_loss_is_over_the_objects_or_over_one_where_there_are_fewer(images: Tensor) -> None:
+    """Without objects the further queries' loss is not divided by how often each would have been repeated."""
+    generator = torch.Generator().manual_seed(0)
+    answer = Answer(torch.randn(2, 9, 2, generator=generator), torch.rand(2, 9, 4, generator=generator))
+    nothing = {"boxes": torch.zeros(0, 4), "class_labels": torch.zeros(0, dtype=torch.long)}
+    assert objects_per_process([nothing] * 2, images.device) == 0
+    loss = MatchedLoss(2, Weights(2, 5, 2))
+    whole, none, few, many = (loss([answer], [nothing] * 2, count).item() for count in (1, 0, 0.5, 4))
+    assert whole == none == few == pytest.approx(4 * many)
+    targets = [{**{"boxes": nothing["boxes"], "labels": nothing["class_labels"]}, "valid": one} for one in VALID]
+    losses = [make(replace(SMALL, repeats=times))(images, targets).item() for times in (1, 3)]
+    assert losses[0] == losses[1]
