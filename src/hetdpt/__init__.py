@@ -24,11 +24,17 @@ if TYPE_CHECKING:
     from hetdpt.combine.width import WidthConfig, narrow_, narrow_to
     from hetdpt.config import RunConfig
     from hetdpt.data.augmentation import Augmentation
+    from hetdpt.downstream.backbone import Backbone
+    from hetdpt.downstream.learning import LearnConfig
+    from hetdpt.downstream.run import learn_into
+    from hetdpt.downstream.saved import load_task, save_task
     from hetdpt.entropy import transfer_entropy
     from hetdpt.errors import HetDPTError
+    from hetdpt.export.features import as_features
     from hetdpt.export.hub import push_to_hub
     from hetdpt.export.onnx import export_onnx
     from hetdpt.export.saved import load, save
+    from hetdpt.insight.relevance import Relevance, explain
     from hetdpt.insight.scan import scan
     from hetdpt.measurement.accuracy import Scores, evaluate
     from hetdpt.measurement.costs import count_macs, count_params
@@ -48,6 +54,7 @@ if TYPE_CHECKING:
     from hetdpt.studies.compare import CompareConfig, compare_into
     from hetdpt.studies.observe import ObserveConfig, observe_into
     from hetdpt.studies.tokens import TokensConfig, tokens_into
+    from hetdpt.studies.transfer import TransferConfig, transfer_into
     from hetdpt.surgery import gate_, gates_of, merge_, prune_, restore_, sites
     from hetdpt.training.config import TrainConfig
     from hetdpt.training.objective import Distillation
@@ -70,6 +77,12 @@ _HOMES = {
     "hetdpt.export.hub": ("push_to_hub",),
     "hetdpt.export.onnx": ("export_onnx",),
     "hetdpt.export.saved": ("load", "save"),
+    "hetdpt.downstream.backbone": ("Backbone",),
+    "hetdpt.downstream.learning": ("LearnConfig",),
+    "hetdpt.downstream.run": ("learn_into",),
+    "hetdpt.downstream.saved": ("load_task", "save_task"),
+    "hetdpt.export.features": ("as_features",),
+    "hetdpt.insight.relevance": ("Relevance", "explain"),
     "hetdpt.measurement.accuracy": ("Scores", "evaluate"),
     "hetdpt.measurement.costs": ("count_macs", "count_params"),
     "hetdpt.measurement.speed": ("latency_table", "measure_throughput"),
@@ -86,6 +99,7 @@ _HOMES = {
     "hetdpt.studies.compare": ("CompareConfig", "compare_into"),
     "hetdpt.studies.observe": ("ObserveConfig", "observe_into"),
     "hetdpt.studies.tokens": ("TokensConfig", "tokens_into"),
+    "hetdpt.studies.transfer": ("TransferConfig", "transfer_into"),
     "hetdpt.selection.methods": ("METHODS",),
     "hetdpt.selection.select": ("SelectConfig", "select"),
     "hetdpt.surgery": ("gate_", "gates_of", "merge_", "prune_", "restore_", "sites"),
@@ -98,12 +112,14 @@ __all__ = [
     "METHODS",
     "Allocation",
     "Augmentation",
+    "Backbone",
     "Base",
     "Budget",
     "CollectConfig",
     "CompareConfig",
     "Distillation",
     "HetDPTError",
+    "LearnConfig",
     "Measurement",
     "ObserveConfig",
     "Plan",
@@ -112,6 +128,7 @@ __all__ = [
     "Prices",
     "Ratios",
     "RecoverConfig",
+    "Relevance",
     "RunConfig",
     "Sample",
     "Scores",
@@ -121,9 +138,11 @@ __all__ = [
     "Tokens",
     "TokensConfig",
     "TrainConfig",
+    "TransferConfig",
     "WidthConfig",
     "Workplace",
     "allocate",
+    "as_features",
     "calibrate_",
     "collect_into",
     "compare_into",
@@ -131,13 +150,16 @@ __all__ = [
     "count_params",
     "create",
     "evaluate",
+    "explain",
     "export_onnx",
     "fit_predictor",
     "frontier",
     "gate_",
     "gates_of",
     "latency_table",
+    "learn_into",
     "load",
+    "load_task",
     "measure_prices",
     "measure_throughput",
     "merge_",
@@ -155,11 +177,13 @@ __all__ = [
     "restore_tokens_",
     "run",
     "save",
+    "save_task",
     "scan",
     "select",
     "sites",
     "tokens_into",
     "transfer_entropy",
+    "transfer_into",
 ]
 
 torchvision_ops.install()

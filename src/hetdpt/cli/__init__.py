@@ -15,6 +15,7 @@ from hetdpt.cli import (
     collect,
     compare,
     demo,
+    explain,
     models,
     observe,
     oneshot,
@@ -24,8 +25,10 @@ from hetdpt.cli import (
     scan,
     select,
     status,
+    tasks,
     tokens,
     training,
+    transfer,
     width,
 )
 from hetdpt.errors import HetDPTError
@@ -47,10 +50,12 @@ COMMANDS: tuple[Callable[..., None], ...] = (
     models.apply,
     scan.scan,
     observe.observe,
+    explain.explain,
     collect.collect,
     oneshot.oneshot,
     width.width,
     tokens.tokens,
+    transfer.transfer,
     predict.predict,
     compare.compare,
     select.select,
@@ -64,6 +69,12 @@ COMMANDS: tuple[Callable[..., None], ...] = (
 for command in COMMANDS:
     app.command()(command)
 app.command("eval")(training.eval_)
+TASKS = {
+    "detect": ("detection", "Find objects with a model as the backbone: train, eval."),
+    "segment": ("segmentation", "Tell the class of every pixel with a model as the backbone: train, eval."),
+}
+for name, (task, words) in TASKS.items():
+    app.add_typer(tasks.app_of(task, words), name=name)
 
 
 def main() -> None:
