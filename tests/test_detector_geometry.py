@@ -111,7 +111,7 @@ def test_detections_are_told_of_how_images_lie_on_the_canvas(model: Detector, im
         assert one.boxes[0].tolist() == pytest.approx(corners(answer.boxes[number, query], 64, 128), rel=1e-4)
 
 
-@pytest.mark.parametrize("sides", [(5, 5), (7, 3), (1, 6)])
+@pytest.mark.parametrize("sides", [(5, 5), (7, 2)])
 @torch.no_grad()
 def test_places_are_those_that_maps_of_an_odd_number_of_patches_have(sides: tuple[int, int]) -> None:
     size = (8 * sides[0], 8 * sides[1])
@@ -134,6 +134,6 @@ def test_a_loss_is_over_the_objects_or_over_one_where_there_are_fewer(images: Te
     loss = MatchedLoss(2, Weights(2, 5, 2))
     whole, none, few, many = (loss([answer], [nothing] * 2, count).item() for count in (1, 0, 0.5, 4))
     assert whole == none == few == pytest.approx(4 * many)
-    targets = [{**{"boxes": nothing["boxes"], "labels": nothing["class_labels"]}, "valid": one} for one in VALID]
+    targets = [{"boxes": nothing["boxes"], "labels": nothing["class_labels"], "valid": one} for one in VALID]
     losses = [make(replace(SMALL, repeats=times))(images, targets).item() for times in (1, 3)]
     assert losses[0] == losses[1]

@@ -484,6 +484,8 @@ def test_removed_layers_are_contrasted_with_the_kept_ones() -> None:
     assert few.low is None
     assert contrast(alike, ()) is None
     assert contrast(alike, range(4)) is None
+    assert contrast(likeness(pairs[:2], "cosines"), {0}) is not None
+    assert contrast(likeness(pairs[:1], "cosines"), {0}) is None, "of one pair both layers are as alike"
 
 
 def drawn(path: Path, layers: list[Layer], maps: tuple[Any, ...]) -> Any:
@@ -502,6 +504,14 @@ def test_removed_layers_are_framed_and_lost_activations_marked(tmp_path: Path) -
     assert plain == 0 < marked < framed
     with pytest.raises(FileError, match=r"a figure is a file that ends in .png or .svg, but maps.jpg does not"):
         drawn(tmp_path / "maps.jpg", [kept], (np.eye(4),))
+
+
+@pytest.mark.parametrize("suffix", [".png", ".svg"])
+def test_names_are_drawn_as_they_are_spelled(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"maps{suffix}"
+    name = r"a$\bad{$b.png"  # as a formula, an error
+    draw([Picture(name, np.full((8, 8, 3), 0.5), ((name, np.eye(4)),), (np.eye(4),))], [Layer(0, False, False)], path)
+    assert path.stat().st_size > 0
 
 
 PLAN = Plan(attention=(1,), activation=(2,))
@@ -666,6 +676,8 @@ def test_the_verdict_says_which_are_more_alike_and_whether_that_is_sure() -> Non
     assert sure in verdict("cosine", found, 12)
     assert "25 % of all choices" in verdict("cosine", found, 12)
     assert "neither more nor less" in verdict("cosine", {**found, "low": -0.01}, 12)
-    less = verdict("cosine", {**found, "difference": -0.1, "low": None, "high": None}, 3)
-    assert "are less like" in less
-    assert "too few images to be sure" in less
+    assert "neither more nor less" in verdict("cosine", {**found, "difference": 4e-4, "low": 3e-4, "high": 5e-4}, 12)
+    few = {**found, "low": None, "high": None}
+    for difference, how in ((-0.1, "less"), (6e-4, "more"), (4e-4, "neither more nor less")):
+        said = verdict("cosine", {**few, "difference": difference}, 3)
+        assert said.startswith(f"cosine: too few images to be sure; in these, removed layers are {how} like their")

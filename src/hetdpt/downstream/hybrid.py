@@ -72,7 +72,7 @@ class MatchedLoss:
         return found
 
     def __call__(self, answers: Sequence[Answer], truths: Sequence[Truth], objects: float) -> Tensor:
-        """Return the sum of the losses of ``answers``, each matched for itself, over ``objects``, or 1 if they are fewer."""
+        """Return the sum of the losses of ``answers``, each matched for itself, over ``objects`` or 1."""
         return torch.stack([*self._losses(answers, truths, max(1.0, objects))]).sum()
 
     def _losses(self, answers: Sequence[Answer], truths: Sequence[Truth], objects: float) -> Iterator[Tensor]:

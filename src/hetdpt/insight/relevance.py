@@ -317,10 +317,13 @@ def likeness(pairs: Sequence[Pair], by: Literal["cosines", "ranks"]) -> dict[int
 
 
 def contrast(alike: dict[int, list[float]], removed: Collection[int]) -> Contrast | None:
-    """Return how the removed blocks differ from the others in what ``likeness`` found; None without either kind."""
+    """Return how the removed blocks differ from the others in what ``likeness`` found.
+
+    None without either kind, and of a single pair, whose two layers are as alike to each other.
+    """
     gone, kept = [b for b in alike if b in removed], [b for b in alike if b not in removed]
     means = {block: mean(values) for block, values in alike.items()}
-    if not gone or not kept or any(map(isnan, means.values())):
+    if not gone or not kept or len(alike) < 3 or any(map(isnan, means.values())):
         return None
     by_image = [
         mean([alike[b][i] for b in gone]) - mean([alike[b][i] for b in kept]) for i in range(len(alike[gone[0]]))

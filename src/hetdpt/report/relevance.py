@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 RED = "#D00000"
 COLUMNS = 8
 SIDE = 1.45  # inches that a panel is wide
+TIE = 5e-4  # what is nearer is written as equal
 Map = Any
 """An array (rows, columns)."""
 
@@ -65,7 +66,7 @@ def draw(pictures: Sequence[Picture], layers: Sequence[Layer], path: Path, dpi: 
     figure = Figure(figsize=(columns * SIDE, tall), layout="constrained")
     *parts, below = figure.subfigures(len(pictures) + 1, 1, height_ratios=[1.0] * len(pictures) + [0.08], squeeze=False)
     for part, picture in zip(parts, pictures, strict=True):
-        part[0].suptitle(picture.title, fontsize="medium", x=0.01, ha="left", parse_math=False)  # a file may be $x$
+        part[0].suptitle(picture.title, fontsize="medium", x=0.01, ha="left", parse_math=False)
         places = part[0].subplots(rows, columns, squeeze=False).flatten()
         for place in places:
             place.set_axis_off()
@@ -157,14 +158,13 @@ def title(one: Mapping[str, Any]) -> str:
 def verdict(measure: str, found: Mapping[str, Any], images: int) -> str:
     """Return in one sentence whether removed layers are more like their neighbours than kept ones."""
     difference, low, high = found["difference"], found["low"], found["high"]
-    if low is not None and low <= 0 <= high:
-        words = "removed layers are neither more nor less like their neighbours than kept ones"
-    else:
-        words = f"removed layers are {'more' if difference > 0 else 'less'} like their neighbours than kept ones"
-    interval = (
-        f", 95 % over {images} images {low:+.3f} to {high:+.3f}" if low is not None else ", too few images to be sure"
-    )
+    is_known = low is not None
+    is_tie = abs(difference) < TIE or (is_known and low <= 0 <= high)
+    how = "neither more nor less" if is_tie else "more" if difference > 0 else "less"
+    first = "" if is_known else "too few images to be sure; in these, "
+    interval = f", 95 % over {images} images {low:+.3f} to {high:+.3f}" if is_known else ""
     return (
-        f"{measure}: {words}: {found['removed']:.3f} against {found['kept']:.3f} ({difference:+.3f}{interval}); "
+        f"{measure}: {first}removed layers are {how} like their neighbours than kept ones: "
+        f"{found['removed']:.3f} against {found['kept']:.3f} ({difference:+.3f}{interval}); "
         f"{100 * found['as_alike']:.0f} % of all choices of as many layers are at least as alike to theirs"
     )
