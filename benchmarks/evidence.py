@@ -136,7 +136,9 @@ def _write(file: Path, results: Results) -> None:
     rows = [{**asdict(row), "session": used.index(row.session)} for row in results.rows]
     lines = ",\n  ".join(json.dumps(row) for row in rows)
     sessions = json.dumps([results.sessions[number] for number in used], indent=1).replace("\n", "\n ")
-    text = f'{{\n "benchmark": {json.dumps(results.benchmark)},\n "sessions": {sessions},\n "rows": [\n  {lines}\n ]\n}}\n'
+    text = (
+        f'{{\n "benchmark": {json.dumps(results.benchmark)},\n "sessions": {sessions},\n "rows": [\n  {lines}\n ]\n}}\n'
+    )
     with written(file) as scratch:
         scratch.write_text(text)
 

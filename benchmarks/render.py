@@ -9,6 +9,7 @@ Every ``benchmarks/templates/NAME.md.j2`` becomes ``docs/NAME.md``, those that b
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -107,7 +108,8 @@ def pages() -> Iterator[tuple[Path, str]]:
     environment = Environment(
         loader=loader, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
     )
-    environment.globals.update(rows=rows, row=row, has=has, source=source)
+    reference = json.loads((REFERENCE / "reference.json").read_text())
+    environment.globals.update(rows=rows, row=row, has=has, source=source, reference=reference)
     environment.filters.update(times=times, percent=percent, signed=signed, giga=giga, mega=mega)
     for template in sorted(TEMPLATES.glob("[!_]*.md.j2")):
         text = environment.get_template(template.name).render()
