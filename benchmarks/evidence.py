@@ -1,11 +1,11 @@
-"""What all benchmarks have in common: rows of numbers in a JSON file that knows when, how and on what they were measured.
+"""What all benchmarks have in common: rows in a JSON file that knows when, how and on what they were measured.
 
 A file of ``benchmarks/results`` written here is
 
     {"benchmark": NAME, "sessions": [SESSION, ...], "rows": [{"key": {...}, "values": {...}, "session": 0}, ...]}
 
-A session is a command on a machine on a day. A row's key says what was measured, such as ``{"plan": ..., "batch": 8}``; a
-value is a number, ``[value, low, high]`` where there is an interval, or a text. Every row is on disk as soon as it is
+A session is a command on a machine on a day. A row's key says what was measured, such as ``{"plan": ..., "batch": 8}``.
+A value is a number, ``[value, low, high]`` where there is an interval, or a text. Every row is on disk as soon as it is
 known, and one that is there is not measured again: a benchmark that was killed goes on where it was. Several processes
 may add to one file. Reading needs no torch.
 """

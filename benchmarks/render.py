@@ -2,7 +2,7 @@
 
     python benchmarks/render.py [--check]
 
-Every ``benchmarks/templates/NAME.md.j2`` becomes ``docs/NAME.md``, those that begin with ``_`` are parts of others. With
+Every ``benchmarks/templates/NAME.md.j2`` becomes ``docs/NAME.md``; names that begin with ``_`` are parts. With
 ``--check`` nothing is written, and a page that is not what its results say ends the script with code 1. No torch here.
 """
 
@@ -42,7 +42,7 @@ def has(name: str, **wanted: Any) -> bool:
 
 
 def source(name: str) -> str:
-    """Return where the numbers of ``results/NAME.json`` come from: the file, and for each session what was done on what."""
+    """Return where the numbers of ``results/NAME.json`` come from: the file, and each session's command and machine."""
     found = Results.read(RESULTS / f"{name}.json")
     lines = [f"Source: [{name}.json](../benchmarks/results/{name}.json)."]
     for one in found.sessions:
