@@ -18,7 +18,7 @@ help: ## Show this list
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q -c constraints.txt torch
-	$(BIN)/python -m pip install -q -c constraints.txt -e '.[hf,export,data,tensorboard,downstream,dev]'
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[hf,export,data,tensorboard,downstream,bench,dev]'
 	@touch $@
 
 demo: $(STAMP) ## Make the model that comes with hetdpt faster, end to end: a table and an HTML report
