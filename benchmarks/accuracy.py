@@ -1,0 +1,150 @@
+"""Methods against each other: every method of METHODS chooses layers, all get the same fine-tuning.
+
+    python benchmarks/accuracy.py vit-tiny | demo [--removal calibrated,plain] [--layers 8,6,4,2] [--methods all]
+                                  [--seeds 3] [--out benchmarks/results/accuracy.json]
+
+``vit-tiny`` is the real one of ``../shared/data``, with a short recovery and 1,000 validation images of ImageNet;
+``demo`` the model that was trained from scratch on the embedded images, with a longer one. It is ``hetdpt
+compare`` in directories under runs/: it goes on after a kill, and several processes may be started to share it.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from evidence import IMAGENET, RESULTS, VIT_TINY, VIT_TINY_WEIGHTS, Recorder, require_real_data
+from torch import nn
+
+from hetdpt.cli.options import read_numbers, read_samples
+from hetdpt.collection.work import Done as Sampled
+from hetdpt.collection.work import Workplace
+from hetdpt.demo import demo_config
+from hetdpt.export.saved import open_model
+from hetdpt.predictor.samples import CollectConfig
+from hetdpt.recipes import recipe
+from hetdpt.recovery import RecoverConfig
+from hetdpt.selection.methods import METHODS
+from hetdpt.selection.select import SelectConfig
+from hetdpt.studies.compare import CompareConfig, compare_into
+from hetdpt.studies.compare_work import Cell, Chosen, Trained
+
+RUNS = Path("runs/bench")
+LEVELS = (8, 6, 4, 2)  # the largest first: those of the greedy methods begin with it
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model with its data, and how long things are trained."""
+
+    model: Callable[[], nn.Module]
+    data: str
+    layers: tuple[int, ...]
+    images: int
+    """To choose layers and fit replacements on."""
+    recovery: RecoverConfig
+    search: RecoverConfig
+    collection: RecoverConfig | None
+    """None where samples are given."""
+    samples: Path | None = None
+
+
+def vit_tiny() -> Case:
+    """Return the real ViT-Tiny with a short recovery: one epoch of one image of each class."""
+    require_real_data()
+    return Case(
+        model=lambda: open_model(VIT_TINY, weights=VIT_TINY_WEIGHTS),
+        data=str(IMAGENET),
+        layers=LEVELS,
+        images=64,
+        recovery=recipe("brief").config.with_settings({"per_class": 1}),
+        search=recipe("search").config.with_settings({"training.epochs": 1, "per_class": 1}),
+        collection=None,
+        samples=RESULTS / "vit_tiny_samples.csv",
+    )
+
+
+def demo() -> Case:
+    """Return the model that comes with hetdpt, with the search of its demo and a recovery of twelve epochs."""
+    settings = demo_config(RUNS)
+    return Case(
+        model=lambda: open_model("demo"),
+        data="demo",
+        layers=(14, 11, 8, 4),
+        images=64,
+        recovery=settings.recovery.with_settings({"training.epochs": 12}),
+        search=settings.search,
+        collection=settings.collection,
+    )
+
+
+CASES: dict[str, Callable[[], Case]] = {"vit-tiny": vit_tiny, "demo": demo}
+
+
+def config_of(case: Case, removal: str, options: argparse.Namespace) -> CompareConfig:
+    """Return what is compared under one kind of removal."""
+    chosen = tuple(METHODS) if options.methods == "all" else tuple(options.methods.split(","))
+    collection = case.collection and CollectConfig(
+        recovery=case.collection, removal=removal, images=case.images, rounds=(8, 8, 3)
+    )
+    return CompareConfig(
+        layers=read_numbers("--layers", "numbers of layers", options.layers) if options.layers else case.layers,
+        methods=chosen,
+        seeds=options.seeds,
+        selection=SelectConfig(search=case.search, removal=removal, images=case.images),
+        recovery=case.recovery,
+        collection=collection,
+    )
+
+
+def compare(name: str, removal: str, recorder: Recorder, options: argparse.Namespace) -> None:
+    """Fill the directory of one comparison, and the results with every model that is trained."""
+    case = CASES[name]()
+    config, model = config_of(case, removal, options), case.model()
+    samples = read_samples(case.samples, model) if case.samples else None
+    plans: dict[Cell | None, Chosen] = {}
+    place = Workplace(batch=8)
+    for done in compare_into(RUNS / f"accuracy-{name}-{removal}", model, case.data, config, place, samples=samples):
+        if isinstance(done, Sampled):
+            continue
+        cell, outcome = done.task.cell, done.outcome
+        if isinstance(outcome, Chosen):
+            plans[cell] = outcome
+        elif isinstance(outcome, Trained):
+            recorder.add(key_of(name, removal, cell), **values_of(outcome, plans.get(cell)))
+
+
+def key_of(case: str, removal: str, cell: Cell | None) -> dict[str, Any]:
+    """Return what a row is about; the dense model has no cell."""
+    named = asdict(cell) if cell else {"layers": 0, "method": "dense", "seed": 0}
+    return {"case": case, "removal": removal, **named}
+
+
+def values_of(trained: Trained, chosen: Chosen | None) -> dict[str, Any]:
+    """Return what a model came to: accuracy before and after the fine-tuning, and which images it gets right."""
+    values = {"accuracy": trained.accuracy, "images": trained.images, "right": trained.right}
+    if chosen is not None:
+        values |= {"attention": list(chosen.plan.attention), "activation": list(chosen.plan.activation)}
+        values |= {"start_accuracy": trained.start, "choice_seconds": round(chosen.seconds)}
+    return values
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("case", choices=CASES)
+    parser.add_argument("--removal", default="calibrated,plain")
+    parser.add_argument("--layers")
+    parser.add_argument("--methods", default="all")
+    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--out", type=Path, default=RESULTS / "accuracy.json")
+    options = parser.parse_args()
+    recorder = Recorder(options.out)
+    for removal in options.removal.split(","):
+        compare(options.case, removal, recorder, options)
+
+
+if __name__ == "__main__":
+    main()
