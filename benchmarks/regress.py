@@ -3,8 +3,8 @@
     python benchmarks/regress.py BEFORE.json AFTER.json [--tolerance 0.05]
 
 Rows are matched by their keys. A value counts if its name says which way is good (``HIGHER``, ``LOWER``; with a prefix
-such as ``start_accuracy`` too). It got worse where the intervals do not meet. Without intervals it did where it moved the
-wrong way by more than the part ``--tolerance`` of it; of what is counted (MACs, parameters) by anything at all. An
+such as ``start_accuracy`` too). It got worse where the intervals do not meet. Without intervals it did where it moved
+the wrong way by more than the part ``--tolerance`` of it; of what is counted (MACs, parameters) by anything at all. An
 accuracy without an interval has that of its images. Rows that are gone are named as well. Code 1 if anything got
 worse, 2 for a file that is none of ours. No torch here.
 """

@@ -11,16 +11,21 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
+import numpy as np
 from evidence import RESULTS, Results, Row
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from hetdpt.studies.comparison import RIGHT, difference_of
 
 HERE = Path(__file__).parent
 TEMPLATES, DOCS, REFERENCE = HERE / "templates", HERE.parent / "docs", HERE / "reference"
 Number = float | list[float]
+DRAWS = 2000
 
 
 def rows(name: str, **wanted: Any) -> tuple[Row, ...]:
@@ -50,6 +55,33 @@ def source(name: str) -> str:
         place = f"{one['processor']} ({one['device']}), {one['threads']} threads, {one['dtype']}"
         lines.append(f"`{one['command']}` on {one['date']}: {place}; {kept}.")
     return "\n".join(lines)
+
+
+def accuracy(found: Sequence[Row]) -> list[float]:
+    """Return the mean accuracy of models that differ by their seed, with the interval of a bootstrap over both.
+
+    A draw takes as many seeds and as many images as there are, each of them any number of times.
+    """
+    right = np.array([[answer == RIGHT for answer in row.values["right"]] for row in found])  # (seeds, images)
+    generator, (seeds, images) = np.random.default_rng(0), right.shape
+    chosen = generator.multinomial(seeds, [1 / seeds] * seeds, DRAWS) / seeds
+    drawn = generator.multinomial(images, [1 / images] * images, DRAWS) / images
+    means = 100 * np.einsum("ds,si,di->d", chosen, right, drawn, optimize=True)
+    return [100 * float(right.mean()), *map(float, np.percentile(means, (2.5, 97.5)))]
+
+
+def difference(found: Sequence[Row], others: Sequence[Row]) -> list[float]:
+    """Return by how many points ``found`` is better than ``others`` of the same seeds, with the interval over images."""
+    theirs = {row.key["seed"]: row.values["right"] for row in others}
+    apart = difference_of([(row.values["right"], theirs.get(row.key["seed"])) for row in found])
+    if apart is None:
+        raise LookupError(f"{found} and {others} have no answers in common")
+    return [apart.value, apart.low, apart.high]
+
+
+def mean(found: Sequence[Row], name: str) -> float:
+    """Return the mean of one value over rows."""
+    return fmean(row.values[name] for row in found)
 
 
 def times(value: Number, digits: int = 2) -> str:
@@ -109,7 +141,8 @@ def pages() -> Iterator[tuple[Path, str]]:
         loader=loader, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
     )
     reference = json.loads((REFERENCE / "reference.json").read_text())
-    environment.globals.update(rows=rows, row=row, has=has, source=source, reference=reference)
+    found = {"rows": rows, "row": row, "has": has, "source": source, "reference": reference}
+    environment.globals.update(**found, accuracy=accuracy, difference=difference, mean=mean)
     environment.filters.update(times=times, percent=percent, signed=signed, giga=giga, mega=mega)
     for template in sorted(TEMPLATES.glob("[!_]*.md.j2")):
         text = environment.get_template(template.name).render()
