@@ -71,7 +71,7 @@ def accuracy(found: Sequence[Row]) -> list[float]:
 
 
 def difference(found: Sequence[Row], others: Sequence[Row]) -> list[float]:
-    """Return by how many points ``found`` is better than ``others`` of the same seeds, with the interval over images."""
+    """Return by how many points ``found`` is better than ``others``, seed by seed, with the interval over images."""
     theirs = {row.key["seed"]: row.values["right"] for row in others}
     apart = difference_of([(row.values["right"], theirs.get(row.key["seed"])) for row in found])
     if apart is None:
