@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp-installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow lint bench families clean
+.PHONY: help demo test test-slow lint bench bench-full results families clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -35,10 +35,14 @@ lint: $(STAMP) ## Check style, format and types
 	$(BIN)/python -m ruff format --check .
 	$(BIN)/python -m mypy
 
-bench: $(STAMP) ## Measure inference and training on this machine
-	$(BIN)/python benchmarks/inference.py $(ARGS)
-	$(BIN)/python benchmarks/training.py
-	$(BIN)/python benchmarks/scan.py
+bench: $(STAMP) ## Measure a quick version of every benchmark on this machine, and name what got worse
+	$(BIN)/python benchmarks/suite.py --quick $(ARGS)
+
+bench-full: $(STAMP) ## Measure everything in docs/results.md; hours, and goes on where it was stopped
+	$(BIN)/python benchmarks/suite.py $(ARGS)
+
+results: $(STAMP) ## Write docs/results.md and docs/paper.md from benchmarks/results
+	$(BIN)/python benchmarks/render.py
 
 families: $(STAMP) ## Write docs/families.md: which model families work
 	$(BIN)/python benchmarks/families.py --out docs/families.md $(ARGS)

@@ -1,12 +1,12 @@
 """Regression guard: say what got worse from one file of results to another, beyond noise.
 
-    python benchmarks/regress.py BEFORE.json AFTER.json [--tolerance 0.05]
+    python benchmarks/regress.py BEFORE.json AFTER.json [--tolerance 0.05] [--common]
 
 Rows are matched by their keys. A value counts if its name says which way is good (``HIGHER``, ``LOWER``; with a prefix
 such as ``start_accuracy`` too). It got worse where the intervals do not meet. Without intervals it did where it moved
 the wrong way by more than the part ``--tolerance`` of it; of what is counted (MACs, parameters) by anything at all. An
-accuracy without an interval has that of its images. Rows that are gone are named as well. Code 1 if anything got
-worse, 2 for a file that is none of ours. No torch here.
+accuracy without an interval has that of its images. Rows that are gone are named as well, unless only what both have
+in ``--common`` counts. Code 1 if anything got worse, 2 for a file that is none of ours. No torch here.
 """
 
 from __future__ import annotations
@@ -117,16 +117,17 @@ def main() -> None:
     parser.add_argument("before", type=Path)
     parser.add_argument("after", type=Path)
     parser.add_argument("--tolerance", type=float, default=0.05)
+    parser.add_argument("--common", action="store_true")
     options = parser.parse_args()
     before, after = _read(options.before), _read(options.after)
     known = list(changes(before, after, options.tolerance))
     worse = [change for change in known if change.is_worse]
+    lost = [] if options.common else gone(before, after)
     for change in worse:
         print(f"worse: {change}")
-    for key in gone(before, after):
+    for key in lost:
         print(f"gone: {', '.join(f'{name} {value}' for name, value in key.items())}")
-    lost = len(gone(before, after))
-    print(f"{len(known)} values compared, {len(worse)} worse, {lost} rows gone")
+    print(f"{after.benchmark}: {len(known)} values compared, {len(worse)} worse, {len(lost)} rows gone")
     sys.exit(1 if worse or lost else 0)
 
 

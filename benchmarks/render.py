@@ -46,6 +46,11 @@ def has(name: str, **wanted: Any) -> bool:
     return bool(rows(name, **wanted))
 
 
+def study(name: str) -> Any:
+    """Return what a command of hetdpt wrote to ``results/NAME.json``, as it is."""
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
 def source(name: str) -> str:
     """Return where the numbers of ``results/NAME.json`` come from: the file, and each session's command and machine."""
     found = Results.read(RESULTS / f"{name}.json")
@@ -141,7 +146,7 @@ def pages() -> Iterator[tuple[Path, str]]:
         loader=loader, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
     )
     reference = json.loads((REFERENCE / "reference.json").read_text())
-    found = {"rows": rows, "row": row, "has": has, "source": source, "reference": reference}
+    found = {"rows": rows, "row": row, "has": has, "study": study, "source": source, "reference": reference}
     environment.globals.update(**found, accuracy=accuracy, difference=difference, mean=mean)
     environment.filters.update(times=times, percent=percent, signed=signed, giga=giga, mega=mega)
     for template in sorted(TEMPLATES.glob("[!_]*.md.j2")):

@@ -73,7 +73,7 @@ def results(tmp_path: Path, name: str, rows: list[dict[str, object]]) -> Path:
     return file
 
 
-def guard(*files: Path) -> tuple[int, str]:
+def guard(*files: Path | str) -> tuple[int, str]:
     done = subprocess.run([sys.executable, BENCHMARKS / "regress.py", *files], capture_output=True, text=True)
     return done.returncode, done.stdout + done.stderr
 
@@ -117,8 +117,10 @@ def test_the_guard_names_what_got_worse(changed: dict[str, object], worse: str |
 
 def test_the_guard_misses_rows_that_are_gone(tmp_path: Path) -> None:
     rows = [{"key": {"model": name}, "values": BEFORE} for name in "ab"]
-    code, said = guard(results(tmp_path, "before.json", rows), results(tmp_path, "after.json", rows[:1]))
+    files = results(tmp_path, "before.json", rows), results(tmp_path, "after.json", rows[:1])
+    code, said = guard(*files)
     assert (code, "gone: model b" in said) == (1, True)
+    assert guard(*files, "--common")[0] == 0
 
 
 def test_the_guard_refuses_other_files(tmp_path: Path) -> None:

@@ -1,0 +1,89 @@
+"""All benchmarks, one after another, then the pages that are rendered from them.
+
+    python benchmarks/suite.py            every figure of docs/results.md; hours, and goes on where it was stopped
+    python benchmarks/suite.py --quick    a part of each, in ten minutes on two cores, beside the committed results
+
+The quick version writes to runs/bench/quick and changes nothing else. What needs the real ViT-Tiny that lies in
+``../shared/data`` is left out, by name, where that is absent.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from evidence import IMAGENET, RESULTS
+
+HERE = Path(__file__).parent
+QUICK = Path("runs/bench/quick")
+
+
+@dataclass(frozen=True)
+class Step:
+    """A script with its arguments, and those of the quick version; None where it has none."""
+
+    script: str
+    full: tuple[str, ...]
+    quick: tuple[str, ...] | None
+    results: str
+    """The name of its file."""
+    needs_data: bool = False
+    processes: int = 1
+    """That share the work of the full version, one core each."""
+
+
+SUITE = (
+    Step("paper.py", ("costs",), ("costs", "--quick"), "paper_costs"),
+    Step("paper.py", ("speed",), ("speed", "--quick"), "paper_speed"),
+    Step("runtimes.py", (), ("--quick",), "runtimes"),
+    Step("effort.py", (), ("--quick",), "effort"),
+    Step("peers.py", (), ("--quick",), "peers", needs_data=True, processes=2),
+    Step("accuracy.py", ("demo", "--seeds", "3"), None, "accuracy", processes=2),
+    Step("accuracy.py", ("vit-tiny", "--seeds", "3"), None, "accuracy", needs_data=True, processes=2),
+)
+
+
+def take(step: Step, is_quick: bool) -> bool:
+    """Run one step and return whether all went well; what several processes share they do on a core each."""
+    arguments = (*(step.quick or ()), "--out", str(QUICK / f"{step.results}.json")) if is_quick else step.full
+    count = 1 if is_quick else step.processes
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"} if count > 1 else None
+    command = [sys.executable, str(HERE / step.script), *arguments]
+    running = [subprocess.Popen(command, env=environment) for _ in range(count)]
+    codes = [process.wait() for process in running]
+    return not any(codes)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true")
+    options = parser.parse_args()
+    failed: list[str] = []
+    for step in SUITE:
+        name = f"{step.script} {' '.join(step.full)}".strip()
+        if options.quick and step.quick is None:
+            continue
+        if step.needs_data and not IMAGENET.is_dir():
+            print(f"{name}: left out, because {IMAGENET} is absent", flush=True)
+            continue
+        begun = time.monotonic()
+        print(f"{name}", flush=True)
+        if not take(step, options.quick):
+            failed.append(name)
+        print(f"{name}: {time.monotonic() - begun:.0f} s", flush=True)
+    if options.quick:
+        for file in sorted(QUICK.glob("*.json")):
+            subprocess.run([sys.executable, HERE / "regress.py", RESULTS / file.name, file, "--common"])
+    else:
+        subprocess.run([sys.executable, HERE / "render.py"], check=True)
+    if failed:
+        sys.exit(f"failed: {', '.join(failed)}")
+
+
+if __name__ == "__main__":
+    main()
