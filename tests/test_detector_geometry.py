@@ -61,6 +61,58 @@ def test_no_query_begins_beside_the_image_however_sure_padding_is(model: Detecto
     assert torch.equal(model(images, valid=VALID).boxes, plain.boxes)
 
 
+@pytest.mark.parametrize("weights", [Weights(2, 5, 2), Weights(1, 0, 0), Weights(0, 0, 1)])
+def test_objects_at_the_edge_of_a_padded_image_are_matched_with_places_that_are_seen(
+    images: Tensor, weights: Weights
+) -> None:
+    """The anchors beside the image are pressed against its edges, where these objects lie."""
+    corner, right, lower = [0.97, 0.97, 0.06, 0.06], [0.97, 0.5, 0.06, 0.1], [0.3, 0.96, 0.1, 0.08]
+    truth = {"boxes": torch.tensor([corner, right, lower]), "class_labels": torch.zeros(3, dtype=torch.long)}
+    fresh = make(is_random=False)
+    first, _ = fresh._answers(images, VALID)
+    is_seen = fresh._encoded(images, VALID).is_seen
+    for number, (places, _) in enumerate(MatchedLoss(1, weights).match(first, [truth, truth])):
+        assert len(places) == 3
+        assert is_seen[number, places].all()
+
+
+def test_the_loss_of_the_first_stage_is_that_of_the_places_that_are_seen(images: Tensor) -> None:
+    model = make()
+    truth = {"boxes": torch.tensor([[0.97, 0.97, 0.06, 0.06]]), "class_labels": torch.zeros(1, dtype=torch.long)}
+    first, _ = model._answers(images, VALID)
+    is_seen = model._encoded(images, VALID).is_seen
+    loss = MatchedLoss(1, Weights(2, 5, 2))
+    alone = [loss([Answer(a[s][None], b[s][None])], [truth], 2) for a, b, s in zip(*first, is_seen, strict=True)]
+    whole = loss([first], [truth, truth], 2)
+    torch.testing.assert_close(whole, torch.stack(alone).sum(), rtol=1e-5, atol=1e-6)  # other sums, other rounding
+    gradient = torch.autograd.grad(whole, model.proposal_score.weight)[0]
+    assert gradient.isfinite().all()
+    assert gradient.abs().max() > 0
+
+
+def test_more_objects_than_places_that_are_seen_leave_the_loss_finite(images: Tensor) -> None:
+    model = make()
+    valid = torch.tensor([0.1, 0.1])  # one place of each of the four maps
+    boxes = torch.tensor([[0.3, 0.3, 0.2, 0.2]]).repeat(6, 1) * 0.1
+    targets = [{"boxes": boxes, "labels": torch.zeros(6, dtype=torch.long), "valid": valid}] * 2
+    loss = model(images, targets)
+    loss.backward()
+    assert loss.isfinite()
+    assert all(value.grad.isfinite().all() for value in model.parameters() if value.grad is not None)
+
+
+@torch.no_grad()
+def test_a_query_that_begins_beside_the_image_is_not_told(images: Tensor) -> None:
+    """Of 40 queries the first image has places for all, the second, with 12 + 3 + 2 + 1 places, for 18."""
+    model = make(replace(SMALL, queries=40)).eval()
+    targets: tuple[Any, ...] = tuple({"valid": one, "size": torch.tensor([64, 128])} for one in VALID)
+    found = detect(model, AnnotatedBatch(images, targets, torch.tensor([0, 1])))
+    assert [len(one.scores) for one in found] == [40 * 2, 18 * 2]  # of two classes each
+    boxes = model(images, valid=VALID).boxes[1, :18]
+    expected = torch.tensor([corners(box, 64, 128) for box in boxes])
+    assert torch.cdist(found[1].boxes, expected).amin(dim=1).max() < 1e-3  # pixels
+
+
 @torch.no_grad()
 def test_what_the_encoder_leaves_beside_the_image_changes_nothing(model: Detector, images: Tensor) -> None:
     memory = model._encoded(images, VALID)

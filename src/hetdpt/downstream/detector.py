@@ -33,6 +33,10 @@ SMALLEST = 0.05
 """Side of the boxes that places of the finest map propose, as a part of the image; twice that on the next."""
 BASE = 10000.0
 """The longest wave of a position, over the shortest."""
+NEVER = -100.0
+"""The logit of what is never told: no object has so low a score."""
+NOWHERE = (10.0, 10.0, 0.1, 0.1)
+"""A box so far from every image that no object is matched with it where another is left."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,15 +169,22 @@ class Detector(TaskModel):
         return self._total(first, answers, [_of_image(target) for target in targets])
 
     def _answers(self, images: Tensor, valid: Tensor) -> tuple[Answer, list[Answer]]:
-        """Return what all places of the maps propose, and what the queries say after each layer of the decoder."""
+        """Return what all places of the maps propose, and what the queries say after each layer of the decoder.
+
+        Places beside the image propose nothing. In evaluation, queries that begin there find nothing.
+        """
         memory = self._encoded(images, valid)
         first, proposals = self._proposed(memory, valid)
         queries = self.config.queries + (self.config.extra_queries if self.training else 0)
         _check_places(queries, proposals.shape[1], images.shape[2:])
         scores = first.logits[..., 0].masked_fill(~memory.is_seen, -torch.inf)
-        best = scores.topk(queries, dim=1).indices[..., None].expand(-1, -1, 4)
-        reference = proposals.gather(1, best).sigmoid().detach()  # (B, Q, 4)
-        return first, self._decoded(memory, reference)
+        best = scores.topk(queries, dim=1).indices  # (B, Q)
+        reference = proposals.gather(1, best[..., None].expand(-1, -1, 4)).sigmoid().detach()  # (B, Q, 4)
+        answers = self._decoded(memory, reference)
+        if not self.training:
+            is_inside = memory.is_seen.gather(1, best)
+            answers = [answer._replace(logits=_told(answer.logits, is_inside)) for answer in answers]
+        return _of_places(first, memory.is_seen), answers
 
     def _encoded(self, images: Tensor, valid: Tensor) -> _Memory:
         maps = self.backbone(images)
@@ -245,8 +256,9 @@ class Detector(TaskModel):
 def detect(model: Detector, batch: AnnotatedBatch) -> list[Detections]:
     """Return the objects that ``model`` finds in each image of ``batch``; none where there is no image.
 
-    A query may be told of more than once, for several classes, as in Deformable DETR. The batch is one of an
-    evaluation, whose targets know the images' sizes.
+    A query may be told of more than once, for several classes, as in Deformable DETR; one that begins beside the image,
+    since the image has too few places for all, is not told. The batch is one of an evaluation, whose targets know the
+    images' sizes.
     """
     weight = next(model.parameters())
     whole = torch.ones(2)
@@ -379,6 +391,17 @@ def _anchors(shapes: list[tuple[int, int]], valid: Tensor) -> Tensor:
     return torch.cat(found, dim=1)
 
 
+def _told(logits: Tensor, is_told: Tensor) -> Tensor:
+    """Return the logits (B, N, classes), ``NEVER`` where ``is_told`` (B, N) does not hold."""
+    return logits.masked_fill(~is_told[..., None], NEVER)
+
+
+def _of_places(first: Answer, is_seen: Tensor) -> Answer:
+    """Return what places say, without those that are not seen: theirs costs nothing and is matched with no object."""
+    boxes = torch.where(is_seen[..., None], first.boxes, first.boxes.new_tensor(NOWHERE))
+    return Answer(_told(first.logits, is_seen), boxes)
+
+
 def _layout(shapes: list[tuple[int, int]], valid: Tensor) -> dict[str, Any]:
     sizes = torch.tensor(shapes, device=valid.device)
     counts = sizes.prod(1)
@@ -403,7 +426,8 @@ def _waves(boxes: Tensor, width: int) -> Tensor:
 
 def _best(logits: Tensor, boxes: Tensor, size: Tensor | None, most: int) -> Detections:
     """Return the ``most`` surest pairs of query and class; none if the image has no size, so is not there."""
-    scores, best = logits.sigmoid().flatten().topk(min(most, logits.numel()) if size is not None else 0)
+    told = int((logits > NEVER).sum()) if size is not None else 0
+    scores, best = logits.sigmoid().flatten().topk(min(most, told))
     if size is None:
         return Detections(boxes[:0], scores, best)
     centre, half = (part[best // logits.shape[1]] for part in (boxes[:, :2], boxes[:, 2:] / 2))
