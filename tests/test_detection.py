@@ -126,6 +126,17 @@ DAMAGED = [
     (content(annotations=[{**BOX, "category_id": 4}]), r"a box of category 4, but its categories are \[3, 7, 9\]; add"),
     (content(annotations=[{**BOX, "bbox": [1, 2, 3]}]), r"has the box \[1, 2, 3\]; left, top, width and height"),
     (content(annotations=[{**BOX, "bbox": [1, 2, 3, float("nan")]}]), "has the box .*nan"),
+    (
+        content(annotations=[{**BOX, "bbox": [1, 2, 3, 10**400]}]),
+        r"has the box \[1, 2, 3, 1000.*; left, top, width and",
+    ),
+    (
+        content(annotations=[{**BOX, "area": 10**400}]),
+        "has a box whose area is 1000.*; pixels were expected, or no area",
+    ),
+    (content(annotations=[{**BOX, "area": "large"}]), "has a box whose area is 'large'; pixels were expected"),
+    (content(images=[{"id": 5, "file_name": "a.png", "height": "20", "width": 40}]), "entry .*, in which 'height' is"),
+    (content(images=[{"id": 5, "file_name": "a.png", "height": 20, "width": [40]}]), "entry .*, in which 'width' is"),
     (content(annotations=[{**BOX, "bbox": [1, 2, 0, 3]}]), "has no box of an image that it lists"),
     (content(annotations=[{"bbox": [1, 2, 3, 4]}]), "has the entry .*, in which 'image_id' is not as in COCO's format"),
     (content(images=[{"id": 5}]), "in which 'file_name' is not"),
@@ -141,6 +152,24 @@ def test_damaged_annotations_are_refused_in_a_sentence(tmp_path: Path, values: A
     write(tmp_path, values)
     with pytest.raises(DataError, match=sentence):
         open_boxes(str(tmp_path), splits=("train",))
+
+
+def test_categories_of_one_name_are_told_apart_by_their_ids(tmp_path: Path) -> None:
+    names = [{"id": 9, "name": "cat"}, {"id": 3, "name": "ant"}, {"id": 7, "name": "cat"}]
+    write(tmp_path, content(categories=names))
+    source = open_boxes(str(tmp_path), splits=("train",)).train
+    assert isinstance(source, CocoBoxes)
+    assert source.classes == ("ant", "cat (id 7)", "cat (id 9)")
+    truth = objects(WHOLE, ASIDE, labels=(1, 2))
+    scores = average_precision([found_in(truth, (WHOLE, 0.9, 1))], source.classes)
+    assert scores.by_class == {"ant": None, "cat (id 7)": pytest.approx(100), "cat (id 9)": 0}
+
+
+def test_an_area_that_is_not_given_is_that_of_the_box(tmp_path: Path) -> None:
+    write(tmp_path, content(annotations=[{**BOX, "area": None}]))
+    source = open_boxes(str(tmp_path), splits=("train",)).train
+    assert source is not None
+    assert source[0][1].areas.tolist() == [8 * 6]
 
 
 def test_data_that_is_not_there_is_refused_by_what_was_looked_for(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -78,11 +79,13 @@ class CocoBoxes:
         )
         self.category_ids: tuple[int, ...] = tuple(number for number, _ in categories)
         """The category of each label, as the file numbers them."""
-        self.classes: tuple[str, ...] = tuple(name for _, name in categories)
+        self.classes: tuple[str, ...] = tuple(_class_names(categories))
+        """Their names; those of one name have their ids behind it."""
         if len(set(self.category_ids)) < len(categories):
             raise DataError(f"{file} has two categories of the same id; every class must have its own")
         self._names = [str(_of(entry, "file_name", file)) for entry in content["images"]]
-        self._sizes = [(entry.get("height"), entry.get("width")) for entry in content["images"]]
+        side = int | float | None
+        self._sizes = [tuple(_of(entry, key, file, side) for key in ("height", "width")) for entry in content["images"]]
         self._objects = _objects(content, self.category_ids, file)
         if not any(len(objects.boxes) for objects in self._objects):
             raise DataError(f"{file} has no box of an image that it lists; there is nothing to learn or to measure")
@@ -200,7 +203,14 @@ def _content(file: Path) -> dict[str, list[Any]]:
 def _of(entry: dict[str, Any], key: str, file: Path, kind: Any = int | str) -> Any:
     if not isinstance(entry.get(key), kind):
         raise DataError(f"{file} has the entry {_short(entry)}, in which {key!r} is not as in COCO's format")
-    return entry[key]
+    return entry.get(key)
+
+
+def _class_names(categories: Sequence[tuple[int, str]]) -> Iterator[str]:
+    """Yield the names of categories; where several have one name, with the id, so that each can be told of."""
+    counts = Counter(name for _, name in categories)
+    for number, name in categories:
+        yield name if counts[name] == 1 else f"{name} (id {number})"
 
 
 def _short(entry: Any) -> str:
@@ -225,18 +235,37 @@ def _objects(content: dict[str, list[Any]], category_ids: Sequence[int], file: P
             )
         box = _box(entry, file)
         if image in rows and box[2] > 0 and box[3] > 0:
-            area = entry.get("area")
-            area = float(area) if isinstance(area, int | float) and math.isfinite(area) else box[2] * box[3]
+            area = _area(entry, file)
+            area = box[2] * box[3] if area is None else area
             rows[image].append((box, labels[category], area, bool(entry.get("iscrowd", 0))))
     return [*_as_arrays(rows.values())]
 
 
 def _box(entry: dict[str, Any], file: Path) -> list[float]:
     box = entry.get("bbox")
-    is_box = isinstance(box, list) and len(box) == 4 and all(isinstance(one, int | float) for one in box)
-    if not is_box or not all(map(math.isfinite, box or ())):
+    numbers = [_number(one) for one in box] if isinstance(box, list) else []
+    found = [one for one in numbers if one is not None]
+    if len(numbers) != 4 or len(found) != 4:
         raise DataError(f"{file} has the box {_short(box)}; left, top, width and height in pixels were expected")
-    return [float(one) for one in box or ()]
+    return found
+
+
+def _area(entry: dict[str, Any], file: Path) -> float | None:
+    """Return the area that the file gives; None where it gives none."""
+    area = entry.get("area")
+    number = _number(area)
+    if area is not None and number is None:
+        raise DataError(f"{file} has a box whose area is {_short(area)}; pixels were expected, or no area")
+    return number
+
+
+def _number(value: Any) -> float | None:
+    """Return ``value`` if it is a number that a float can hold; JSON has integers of any length."""
+    try:
+        number = float(value) if isinstance(value, int | float) else math.nan
+    except OverflowError:
+        return None
+    return number if math.isfinite(number) else None
 
 
 def _as_arrays(rows: Any) -> Iterator[Objects]:
