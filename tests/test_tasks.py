@@ -24,6 +24,7 @@ from torch import nn
 
 import hetdpt
 from hetdpt.adapters.preprocessing import preprocessing_of
+from hetdpt.cli.tasks import _config
 from hetdpt.data.annotated import AnnotatedData, AnnotatedEvaluation, AnnotatedTraining
 from hetdpt.data.batch import Share
 from hetdpt.data.shapes import draw
@@ -376,6 +377,28 @@ def test_settings_that_cannot_be_are_refused(place: Place, settings: dict[str, A
         LearnConfig.of(place.task).with_settings(settings)
 
 
+def test_detection_divides_the_rate_by_ten_for_the_last_epoch_of_however_many() -> None:
+    paper = LearnConfig.of("detection")
+    for epochs, expected in ((1, 1), (2, 1), (12, 11), (50, 49)):
+        assert paper.with_settings({"training.epochs": epochs}).training.decay_epochs == expected
+        config = _config("detection", None, {"training.epochs": epochs}, ["training.weight_decay=0.1"])
+        assert config.training.decay_epochs == expected
+    given = _config("detection", None, {"training.epochs": 50}, ["training.decay_epochs=40"])
+    assert given.training.decay_epochs == 40
+    assert given.with_settings({"training.epochs": 60}).training.decay_epochs == 40  # once given, it stays
+    segmentation = LearnConfig.of("segmentation")
+    changed = segmentation.with_settings({"training.epochs": 50}).training
+    assert changed.decay_epochs == segmentation.training.decay_epochs
+
+
+def test_the_rate_of_the_last_epoch_is_a_tenth(place: Place) -> None:
+    data, settings = place.open(), config(place.task, **{"training.epochs": 4, "training.schedule": "step"})
+    settings = settings.with_settings({"training.decay_epochs": 3.0})
+    rates = [one.epoch.lr for one in learn(build(backbone(), data, settings), data, settings, device="cpu")]
+    first = settings.training.lr
+    assert rates[1:] == pytest.approx([first, first, first, first / 10])
+
+
 def test_there_is_no_other_task() -> None:
     with pytest.raises(TrainError, match="the tasks are detection and segmentation, not 'depth'"):
         LearnConfig.of("depth")
@@ -397,6 +420,23 @@ def test_the_command_trains_and_measures(place: Place, whole: Path, tmp_path: Pa
     numbers = {name: value for name, value in summary["scores"].items() if isinstance(value, float)}
     assert {name: found[name] for name in numbers} == pytest.approx(numbers, abs=1e-4)
     assert "is done already" in run(*place.train(tmp_path / "run", "--plan", place.plan)).out
+
+
+@pytest.mark.parametrize(
+    "missing", [("transformers",), ("torchmetrics",), ("pycocotools",), ("transformers", "pycocotools")]
+)
+def test_without_the_extra_nothing_begins(
+    place: Place, whole: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch, missing: tuple[str, ...]
+) -> None:
+    for name in missing:
+        monkeypatch.setitem(sys.modules, name, None)  # as if it were not installed
+    for command in (place.train(tmp_path / "run"), (place.command, "eval", whole, "--data", place.data)):
+        result = run(*command)
+        packages = f"package{'s' if len(missing) > 1 else ''} {' and '.join(missing)}"
+        assert (result.code, result.out) == (2, "")
+        assert f'{place.task} needs the {packages}; pip install "hetdpt[downstream]"' in result.err
+        assert result.err.count("\n") == 1, result.err
+    assert not (tmp_path / "run").exists()
 
 
 def test_bad_input_is_one_sentence(place: Place, whole: Path, tmp_path: Path, run: Run) -> None:

@@ -369,6 +369,9 @@ def test_a_branch_that_is_gone_is_not_dropped() -> None:
     [
         ({"epochs": 0}, "epochs is 0; it must be 1 or more"),
         ({"lr": 0.0}, "lr is 0.0; it must be above 0"),
+        ({"decay_epochs": 0.0}, "decay_epochs is 0.0; it must be above 0"),
+        ({"decay_epochs": -1.0, "schedule": "step"}, "decay_epochs is -1.0; it must be above 0"),
+        ({"decay_epochs": float("nan")}, "decay_epochs is nan; it must be above 0"),
         ({"schedule": "sine"}, "choose from cosine, constant"),
         ({"precision": "int8"}, "choose from auto, float32"),
         ({"ema_decay": 1.5}, "ema_decay is 1.5; it lies between 0 and 1"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -34,13 +35,15 @@ from hetdpt.cli.options import (
     workers_of,
 )
 from hetdpt.cli.show import epoch_line, is_first_process, print_json, progress, warn_of, watching
-from hetdpt.errors import FileError, TrainError
+from hetdpt.errors import FileError, ModelError, TrainError
 
 if TYPE_CHECKING:
     from hetdpt.data.annotated import AnnotatedData
     from hetdpt.downstream.learning import LearnConfig
     from hetdpt.plan import Plan
 
+PACKAGES = ("transformers", "torchmetrics", "pycocotools")
+"""What the extra ``downstream`` brings."""
 Pictures = Annotated[
     str,
     typer.Option(
@@ -84,6 +87,7 @@ def app_of(task: str, help: str) -> typer.Typer:
         quiet: Quiet = False,
     ) -> None:
         """Train with the paper's settings; options and --set change them. The same command again goes on."""
+        _require_packages(task)
         config = _config(task, size, given_settings(context), settings)
         chosen = _plan(plan, removal)
         place: dict[str, Any] = {"plan": chosen, "calibration": calibration_images, "device": device}
@@ -101,9 +105,17 @@ def app_of(task: str, help: str) -> typer.Typer:
         quiet: Quiet = False,
     ) -> None:
         """Measure a trained model on the validation images."""
+        _require_packages(task)
         _eval(task, directory, data, batch_size, workers_of(workers), device, as_json, quiet)
 
     return app
+
+
+def _require_packages(task: str) -> None:
+    """Refuse to begin without what is needed later, some of it only when the first scores are measured."""
+    if missing := [name for name in PACKAGES if find_spec(name) is None]:
+        packages = f"package{'s' if len(missing) > 1 else ''} {' and '.join(missing)}"
+        raise ModelError(f'{task} needs the {packages}; pip install "hetdpt[downstream]"')
 
 
 def _config(task: str, size: str | None, given: dict[str, Any], settings: list[str] | None) -> LearnConfig:

@@ -67,8 +67,18 @@ class LearnConfig:
         return cls(task=task, training=row.training, head=row.config(), size=row.size)
 
     def with_settings(self, settings: dict[str, Any]) -> LearnConfig:
-        """Return this config with some fields changed, named as in ``training.lr`` or ``head.width``."""
-        return changed(self, settings)
+        """Return this config with some fields changed, named as in ``training.lr`` or ``head.width``.
+
+        Where the learning rate falls for the last epoch, as in the paper's detection, it does so for other epochs too.
+
+        >>> LearnConfig.of("detection").with_settings({"training.epochs": 50}).training.decay_epochs
+        49.0
+        """
+        found = changed(self, settings)
+        is_for_last = self.training.decay_epochs == _before_last(self.training.epochs)
+        if is_for_last and "training.decay_epochs" not in settings:
+            found = changed(found, {"training.decay_epochs": _before_last(found.training.epochs)})
+        return found
 
 
 @dataclass(frozen=True)
@@ -185,6 +195,11 @@ def _evaluation(
     view = task_called(model.task).view(model.size, preprocessing_of(model.backbone.model), False)
     share = Share(accelerator.process_index, accelerator.num_processes)
     return AnnotatedEvaluation(data.val, view, batch_size=batch_size, share=share, workers=workers)
+
+
+def _before_last(epochs: int) -> float:
+    """Return how many epochs there are before the last one; 1 at least."""
+    return float(max(1, epochs - 1))
 
 
 def _listed(classes: tuple[str, ...]) -> str:

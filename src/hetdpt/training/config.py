@@ -68,7 +68,8 @@ class TrainConfig:
     def __post_init__(self) -> None:
         for name in ("epochs", "batch_size", "accumulate"):
             _require(getattr(self, name) >= 1, f"{name} is {getattr(self, name)}; it must be 1 or more")
-        _require(self.lr > 0, f"lr is {self.lr}; it must be above 0")
+        for name in ("lr", "decay_epochs"):
+            _require(getattr(self, name) > 0, f"{name} is {getattr(self, name)}; it must be above 0")
         _require(self.schedule in SCHEDULES, f"schedule is {self.schedule!r}; choose from {', '.join(SCHEDULES)}")
         _require(self.precision in PRECISIONS, f"precision is {self.precision!r}; choose from {', '.join(PRECISIONS)}")
         for name in ("final_lr", "momentum", "smoothing", "ema_decay"):
