@@ -39,6 +39,7 @@ from hetdpt.recipes import quick, recipe
 from hetdpt.report.comparison import COLUMNS, draw, write_csv
 from hetdpt.selection.methods import METHODS
 from hetdpt.selection.select import SelectConfig
+from hetdpt.studies import compare_work
 from hetdpt.studies.compare import GIVEN, CompareConfig, compare_into
 from hetdpt.studies.compare_work import Cell, Chosen, Done, Timed, Trained, plan_key
 from hetdpt.studies.comparison import Comparison, Difference, difference_of
@@ -216,6 +217,36 @@ def test_a_choice_keeps_its_scores(done: list[Done]) -> None:
         assert len(outcome.picks) == 2
         assert all(outcome.plan.removes(pick.site) for pick in outcome.picks)
         assert [pick.score == 0 for pick in outcome.picks] == [cell.method == "random"] * 2  # which has none
+
+
+def test_fewer_layers_are_the_beginning_of_more_and_are_not_chosen_again(
+    dense: nn.Module, data: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nested = [name for name, method in METHODS.items() if method.is_nested]
+    assert nested == ["te-static", "attention-only", "activation-only", "random", "calibrated-greedy"]
+
+    def choices(folder: str, layers: tuple[int, ...]) -> dict[tuple[int, str], Chosen]:
+        found = compare(tmp_path / folder, dense, data, layers=layers, methods=tuple(nested))
+        return {
+            (one.task.cell.layers, one.task.cell.method): one.outcome
+            for one in found
+            if one.task.cell and isinstance(one.outcome, Chosen)
+        }
+
+    alone = choices("alone", (2,))
+    asked: list[int] = []
+    really = compare_work.select
+    monkeypatch.setattr(
+        compare_work,
+        "select",
+        lambda model, data, count, *more, **kw: (asked.append(count), really(model, data, count, *more, **kw))[1],
+    )
+    both = choices("both", (3, 2))
+    assert asked == [3] * len(nested)
+    for method in nested:
+        assert both[2, method].plan == alone[2, method].plan
+        assert both[2, method].picks == both[3, method].picks[:2]
+        assert both[2, method].seconds == both[3, method].seconds
 
 
 def test_warnings_of_the_split_reach_the_reader(whole: Comparison) -> None:

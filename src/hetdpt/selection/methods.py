@@ -37,6 +37,11 @@ class Method:
         """The one kind that goes, if there is but one."""
         return self.split if self.split in ("attention", "activation") else None
 
+    @property
+    def is_nested(self) -> bool:
+        """Whether fewer layers are the first of those that go where more do: one after another, from one list."""
+        return self.split != "map" and self.score != "importance"
+
 
 _ROWS = (
     Method(

@@ -28,7 +28,7 @@ from hetdpt.measurement.accuracy import evaluate
 from hetdpt.measurement.costs import Costs
 from hetdpt.measurement.speed import measure_throughput
 from hetdpt.modules import clone
-from hetdpt.plan import Plan, Site
+from hetdpt.plan import KINDS, Plan, Site
 from hetdpt.predictor.allocate import Allocation
 from hetdpt.recovery import RecoverConfig
 from hetdpt.runs.checkpoints import CHECKPOINTS, Checkpoints
@@ -83,7 +83,7 @@ class Chosen:
     picks: tuple[Picked, ...]
     """In the order in which they went."""
     seconds: float
-    """Since the last restart."""
+    """Since the last restart; of the longer choice where it is the beginning of one."""
     warnings: tuple[str, ...] = ()
     """What makes the split of the budget doubtful."""
 
@@ -239,6 +239,27 @@ class Job:
         return Trained(scores.top1, scores.top1, scores.count, answers.text, time.monotonic() - begun)
 
     def _choose(self, cell: Cell, claim: Claim) -> None:
+        chosen = self._beginning(cell) or self._selected(cell, claim)
+        assert len(chosen.plan) == cell.layers, f"{cell} chose {chosen.plan}"
+        claim.require_held()
+        write_values(self._plan_file(cell), {**asdict(cell), **asdict(chosen)})
+        self._tidy()
+
+    def _beginning(self, cell: Cell) -> Chosen | None:
+        """Return the beginning of a choice of more layers, where that is known to be the same as a choice by itself."""
+        if not method_called(cell.method).is_nested:
+            return None
+        for other in self.every_cell():
+            if (other.method, other.seed) == (cell.method, cell.seed) and other.layers > cell.layers:
+                longer = self.chosen(other)
+                assert longer is not None
+                picks = longer.picks[: cell.layers]
+                attention, activation = (tuple(p.site.block for p in picks if p.site.kind == kind) for kind in KINDS)
+                plan = replace(longer.plan, attention=attention, activation=activation)
+                return replace(longer, plan=plan, picks=picks)
+        return None
+
+    def _selected(self, cell: Cell, claim: Claim) -> Chosen:
         begun, folder, place = time.monotonic(), self.directory / SEARCHES / cell.key, self.place
         picks: list[Picked] = []
         split = self.splits[cell.layers] if method_called(cell.method).split == "map" else None
@@ -255,17 +276,8 @@ class Job:
             watch=picks.append,
             progress=partial(self._tell, cell),
         )
-        assert len(plan) == cell.layers, f"{cell} chose {plan}"
-        claim.require_held()
-        seconds = time.monotonic() - begun
-        values = {
-            **asdict(cell),
-            "plan": asdict(replace(plan, fits=())),
-            "picks": [asdict(pick) for pick in picks],
-            "seconds": seconds,
-        }
-        write_values(self._plan_file(cell), {**values, "warnings": split.warnings if split else ()})
-        self._tidy()
+        warnings = tuple(split.warnings) if split else ()
+        return Chosen(replace(plan, fits=()), tuple(picks), time.monotonic() - begun, warnings)
 
     def _tell(self, cell: Cell, stage: str, done: int, total: int) -> None:
         if self.place.progress:
