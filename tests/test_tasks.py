@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -230,6 +231,47 @@ def test_a_training_writes_its_models_and_scores(place: Place, whole: Path) -> N
     assert summary["best"] == best["last"] == max(line["last"] for line in epochs)
     found = score(load_task(whole / "best"), place.open(), device="cpu")
     assert found.score == pytest.approx(summary["best"], abs=1e-4)  # other batches, other rounding
+
+
+def test_of_equals_the_first_trained_epoch_is_best(
+    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Scores that stay at 0, as those of a short training may: what is kept as best has learned something.
+
+    It is stopped and goes on in its second epoch, which is no better than the first.
+    """
+    row, data = TASKS[place.task], place.open()
+    measure = row.measure
+    fields = {"detection": "ap", "segmentation": "miou"}
+    monkeypatch.setitem(
+        TASKS, place.task, replace(row, measure=lambda *args: replace(measure(*args), **{fields[place.task]: 0.0}))
+    )
+    found: list[bool] = []
+    for _ in range(2):
+        epochs = learn_into(tmp_path / "run", backbone(), data, config(place.task), device="cpu", minutes=0.0)
+        with closing(epochs):
+            for one in epochs:
+                found.append(one.epoch.is_best)
+                if one.epoch.number == 1 and len(found) == 2:
+                    break
+    assert found == [True, True, True, False]  # epochs 0 and 1, and from the last checkpoint on 1 and 2
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["best_epoch"] == 1
+    start, best, last = (load_task(tmp_path / "run" / name) for name in ("start", "best", "last"))
+    assert not are_equal(best, start)
+    assert not are_equal(best, last)
+
+
+def test_removal_is_calibrated_by_as_many_processes_as_read_images(
+    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+    monkeypatch.setattr(
+        "hetdpt.downstream.run.build", lambda *args, **options: seen.append(options) or build(*args, **options)
+    )
+    watched = learn_into(tmp_path / "run", backbone(), place.open(), config(place.task), plan=PLAN, workers=1)
+    next(watched)
+    watched.close()
+    assert seen[-1]["workers"] == 1
 
 
 def test_called_again_it_does_nothing_and_other_settings_are_refused(place: Place, whole: Path) -> None:

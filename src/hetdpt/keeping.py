@@ -213,7 +213,7 @@ def due(epoch: Epoch) -> Iterator[tuple[str, nn.Module]]:
 def _summary(epochs: list[dict[str, Any]]) -> dict[str, Any]:
     """Return what a recovery came to: accuracies by name, time and speed."""
     end = epochs[-1]
-    best = next(epoch["number"] for epoch in epochs if epoch["last"] == end["best"])
+    best = max((epoch["number"] for epoch in epochs if epoch["is_best"]), default=0)
     scores = {"scores": epochs[best]["scores"]} if "scores" in end else {}  # of ``best``
     seconds = sum(epoch["seconds"] for epoch in epochs)
     images = sum(epoch["images_per_second"] * epoch["seconds"] for epoch in epochs[1:])

@@ -55,7 +55,9 @@ def learn_into(
         run = Run.open(directory, asked, minutes, has_board=tensorboard, is_first=processes.is_main_process)
     if run.summary is None:
         with processes.main_process_first():  # the others load what it saved
-            make = partial(build, model.to(processes.device), data, config, plan=plan, images=calibration)
+            make = partial(
+                build, model.to(processes.device), data, config, plan=plan, images=calibration, workers=workers
+            )
             made = made_once(run, asked, lambda place: save_task(make().cpu(), **place), load_task)
         epochs = learn(
             made,

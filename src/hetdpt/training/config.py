@@ -45,7 +45,8 @@ class TrainConfig:
     layer_decay: float | None = None
     """Learning rate of each layer as a part of that of the layer after it."""
     backbone_lr: float = 1.0
-    """Learning rate of parameters whose names begin with ``backbone.``, as a part of that of the others."""
+    """Learning rate of parameters whose names begin with ``backbone.``, as a part of that of the others; the pyramid
+    that a detector or segmenter has on a plain ViT is among them."""
     momentum: float = 0.9
     """Of SGD and its kin; the Adam family keeps its betas of 0.9 and 0.999."""
     clip_grad: float | None = None

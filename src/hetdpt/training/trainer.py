@@ -126,7 +126,7 @@ class Epoch:
     last: float | None
     """Score of the weights as they are now, in percent."""
     best: float | None
-    """The highest ``last`` so far."""
+    """The highest ``last`` so far, of equals that of the earliest epoch of training."""
     ema: float | None
     """Score of the moving average of the weights, in percent."""
     is_best: bool
@@ -175,6 +175,7 @@ class _Position:
     """Sum of the losses of that epoch, of each process."""
     seconds: float = 0.0
     best: float | None = None
+    best_epoch: int = 0
     unreadable: list[str] = field(default_factory=list)
 
 
@@ -268,7 +269,7 @@ class Trainer:
                 if self.at.epoch + 1 == self.config.epochs:
                     self._tell_companion()
                 yield self._report(self.at.epoch + 1)
-                self.at = _Position(epoch=self.at.epoch + 1, best=self.at.best)
+                self.at = _Position(epoch=self.at.epoch + 1, best=self.at.best, best_epoch=self.at.best_epoch)
                 self._loss_sum.zero_()
         finally:
             self.objective.close()
@@ -367,8 +368,9 @@ class Trainer:
         self._share_buffers()
         last = self._accuracy(self.objective.module)
         ema = self._accuracy(self._average.module) if self._average is not None else None
-        is_best = last is not None and (self.at.best is None or last > self.at.best)
-        self.at.best = last if is_best else self.at.best
+        is_best = last is not None and self._is_best(last)
+        if is_best:
+            self.at.best, self.at.best_epoch = last, number
         names = gather_object(self.at.unreadable)
         return Epoch(
             number=number,
@@ -386,6 +388,11 @@ class Trainer:
             student=self._gathered_student(),
             average=self._average.module if self._average is not None else None,
         )
+
+    def _is_best(self, last: float) -> bool:
+        """Whether ``last`` is above all before it, or as high as before training, where nothing had been learned."""
+        best = self.at.best
+        return best is None or last > best or (last == best and self.at.best_epoch == 0)
 
     def _share_buffers(self) -> None:
         """Give all processes the buffers of the first, such as the means of batch norms: its model is the one saved."""
@@ -506,7 +513,10 @@ def _plain_group(parameters: Sequence[nn.Parameter], optimizer: torch.optim.Opti
 
 
 def _with_slow_backbone(config: TrainConfig) -> Callable[[nn.Module], list[dict[str, Any]]]:
-    """Return what parts the parameters of a model into groups, those of its backbone with a learning rate apart."""
+    """Return what parts the parameters of a model into groups, those of its backbone with a learning rate apart.
+
+    The pyramid on a plain ViT is part of the backbone.
+    """
 
     def groups(model: nn.Module) -> list[dict[str, Any]]:
         exempt = model.no_weight_decay() if hasattr(model, "no_weight_decay") else ()  # type: ignore[operator]
