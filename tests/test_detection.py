@@ -703,6 +703,19 @@ def test_detections_are_the_surest_pairs_of_query_and_class(images: Tensor) -> N
     assert first.boxes[0].tolist() == pytest.approx(corners(answer.boxes[0, query], 64, 128), rel=1e-4)
 
 
+def test_detecting_is_done_in_eval_mode_and_leaves_the_model_as_it_was(images: Tensor) -> None:
+    model = make(replace(SMALL, dropout=0.5))
+    model.backbone.eval()
+    target = {"valid": torch.ones(2), "size": torch.tensor([64, 128])}
+    batch = AnnotatedBatch(images, (target, target), torch.tensor([0, 1]))
+    found = detect(model, batch)
+    assert (model.training, model.encoder.training, model.backbone.training) == (True, True, False)
+    expected = detect(model.eval(), batch)
+    assert all(
+        torch.equal(a, b) for one, other in zip(found, expected, strict=True) for a, b in zip(one, other, strict=True)
+    )
+
+
 def _in_process(rank: int, folder: Path) -> None:
     """Write the loss of one image of two, and the scores of all, as one of two processes sees them."""
     import torch.distributed as dist

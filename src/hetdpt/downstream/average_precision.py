@@ -10,14 +10,14 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from hetdpt.data.annotated import AnnotatedEvaluation, AnnotatedSource
 from hetdpt.data.boxes import Objects
 from hetdpt.downstream.detector import Detections, Detector, detect
+from hetdpt.downstream.model import of_all_processes
 from hetdpt.errors import DataError
-from hetdpt.modules import evaluating, memory_advice
+from hetdpt.modules import memory_advice
 
 
 @dataclass(frozen=True)
@@ -82,16 +82,14 @@ def measure_detection(
     device = next(model.parameters()).device
     found: list[Found] = []
     unreadable: list[str] = []
-    with evaluating(model):
-        for number, batch in enumerate(batches, 1):
-            with memory_advice(f"{len(batch.images)} images at once do not fit in memory; lower --batch-size"):
-                detections = detect(model, batch.to(device))
-            found += [_found(target, one) for target, one in zip(batch.targets, detections, strict=True) if target]
-            unreadable += batch.unreadable
-            if progress is not None:
-                progress(number, len(batches))
-    if dist.is_available() and dist.is_initialized():
-        found, unreadable = _gathered(found), _gathered(unreadable)
+    for number, batch in enumerate(batches, 1):
+        with memory_advice(f"{len(batch.images)} images at once do not fit in memory; lower --batch-size"):
+            detections = detect(model, batch.to(device))
+        found += [_found(target, one) for target, one in zip(batch.targets, detections, strict=True) if target]
+        unreadable += batch.unreadable
+        if progress is not None:
+            progress(number, len(batches))
+    found, unreadable = of_all_processes(found), of_all_processes(unreadable)
     if not found:
         raise DataError(f"none of the images can be read, {unreadable[0]} first; look at the files")
     return average_precision(found, source.classes, unreadable=sorted(set(unreadable)))
@@ -167,9 +165,3 @@ def _found(target: Mapping[str, Tensor], detections: Detections) -> Found:
     boxes = np.concatenate([corners[:, :2], corners[:, 2:] - corners[:, :2]], axis=1)
     scores, labels = detections.scores.cpu().double().numpy(), detections.labels.cpu().numpy()
     return Found(Objects(int(target["image"]), **known), boxes, scores, labels)
-
-
-def _gathered(mine: list[Any]) -> list[Any]:
-    parts: list[list[Any]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(parts, mine)
-    return [one for part in parts for one in part]

@@ -26,6 +26,7 @@ from hetdpt.downstream.backbone import Backbone
 from hetdpt.downstream.hybrid import Answer, MatchedLoss, Truth, Weights, apart, objects_per_process, repeated
 from hetdpt.downstream.model import TaskModel
 from hetdpt.errors import ModelError
+from hetdpt.modules import evaluating
 
 PRIOR = 0.01
 """How likely an object of a class is taken to be before anything is learned."""
@@ -263,7 +264,8 @@ def detect(model: Detector, batch: AnnotatedBatch) -> list[Detections]:
     weight = next(model.parameters())
     whole = torch.ones(2)
     valid = torch.stack([target.get("valid", whole).to(weight) for target in batch.targets])
-    answer = model(batch.images.to(weight), valid=valid)
+    with evaluating(model):
+        answer = model(batch.images.to(weight), valid=valid)
     assert isinstance(answer, Answer)
     sizes = [target.get("size") for target in batch.targets]
     return [

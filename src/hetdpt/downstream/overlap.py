@@ -13,6 +13,7 @@ from torchmetrics.functional.classification import multiclass_confusion_matrix
 
 from hetdpt.data.annotated import AnnotatedEvaluation, AnnotatedSource
 from hetdpt.data.masks import IGNORED
+from hetdpt.downstream.model import of_all_processes
 from hetdpt.downstream.segmenter import segment
 from hetdpt.errors import DataError
 from hetdpt.modules import memory_advice
@@ -95,7 +96,7 @@ def measure_segmentation(
     if dist.is_available() and dist.is_initialized():
         dist.all_reduce(counts)
         dist.all_reduce(seen)
-        unreadable = _of_all_processes(unreadable)
+    unreadable = of_all_processes(unreadable)
     if not seen:
         raise DataError(f"none of the images can be read, {unreadable[0]} first; look at the files")
     return OverlapScores.of(counts, source.classes, unreadable)
@@ -107,9 +108,3 @@ def count(found: Tensor, mask: Tensor, classes: int) -> Tensor:
         found.flatten(), mask.flatten().long(), classes, ignore_index=IGNORED, validate_args=False
     )
     return counts
-
-
-def _of_all_processes(names: list[str]) -> list[str]:
-    gathered: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(gathered, names)
-    return [name for part in gathered for name in part]
