@@ -27,7 +27,9 @@ from torch.nn import functional as F
 
 import hetdpt
 from hetdpt.adapters.heads import logits_of, with_head_
-from hetdpt.adapters.models import num_classes_of
+from hetdpt.adapters.identity import fingerprint
+from hetdpt.adapters.models import Base, build, num_classes_of
+from hetdpt.adapters.preprocessing import PREPROCESSING, preprocessing_of
 from hetdpt.data.sources import Data, open_data
 from hetdpt.data.streams import Stream
 from hetdpt.data.subset import Subset
@@ -414,6 +416,31 @@ def test_a_layer_that_is_gone_already_counts_once(models: dict[str, nn.Module], 
     list(transfer_into(tmp_path / "run", {"pruned": models["pruned"]}, few, QUICKLY, {"more": more}))
     rows = rows_in(tmp_path / "run")
     assert [(row["attention"], row["activation"]) for row in rows] == [(1, 1), (2, 2)]
+
+
+def test_models_that_differ_in_the_size_of_images_alone_are_two(few: Data, tmp_path: Path) -> None:
+    layers = {"window_size": 2, "embed_dim": 16, "depths": [1, 2], "num_heads": [1, 2], "num_classes": 7}
+    swins: dict[str, nn.Module] = {}
+    for size in (32, 64):
+        torch.manual_seed(0)
+        swins[f"at {size}"] = build(Base("timm", "swin_tiny_patch4_window7_224", {**layers, "img_size": size}))
+    assert len({digest(model) for model in swins.values()}) == 1, "nothing in a module tells them apart"
+    assert len({fingerprint(model) for model in swins.values()}) == 2
+    list(transfer_into(tmp_path / "run", swins, few, QUICKLY))
+    small, large = rows_in(tmp_path / "run")
+    assert large["macs"] > 3 * small["macs"]
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["model"] == fingerprint(swins["at 32"])[:12]
+    with pytest.raises(FileError, match="was begun with model ="):
+        list(transfer_into(tmp_path / "run", {"large": swins["at 64"]}, few, QUICKLY))
+
+
+def test_a_fingerprint_knows_the_preprocessing_and_lives_in_files(models: dict[str, nn.Module], tmp_path: Path) -> None:
+    dense, before = models["dense"], fingerprint(models["dense"])
+    hetdpt.save(dense, tmp_path / "copy")
+    assert fingerprint(hetdpt.load(tmp_path / "copy")) == before
+    vars(dense)[PREPROCESSING] = replace(preprocessing_of(dense), mean=(0.1, 0.2, 0.3))
+    assert fingerprint(dense) != before
+    assert len({fingerprint(nn.Linear(2, 2)) for _ in range(2)}) == 2, "also of what says nothing of images"
 
 
 def test_something_else_is_not_mixed_in(whole: Path, models: dict[str, nn.Module]) -> None:

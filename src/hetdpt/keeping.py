@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from hetdpt.adapters.identity import fingerprint
 from hetdpt.adapters.preprocessing import preprocessing_of
 from hetdpt.calibration import calibrate_
 from hetdpt.data.sources import Data, open_data
@@ -22,7 +23,7 @@ from hetdpt.data.unlabelled import ImageBatches
 from hetdpt.errors import FileError, HetDPTError, PlanError
 from hetdpt.export.saved import load, save
 from hetdpt.files import written
-from hetdpt.modules import clone, digest
+from hetdpt.modules import clone
 from hetdpt.plan import Budget, Plan
 from hetdpt.recovery import RecoverConfig, recover
 from hetdpt.runs.asked import flat
@@ -112,7 +113,7 @@ def select_into(
     opened = data if isinstance(data, Data) else open_data(data)
     processes = start(config.search.training.precision, device)
     asked = {
-        "model": digest(model),
+        "model": fingerprint(model),
         **opened.facts,
         "processes": processes.num_processes,
         "budget": asdict(budget) if isinstance(budget, Budget) else budget,
@@ -234,8 +235,8 @@ def _asked(
 ) -> dict[str, Any]:
     """Return all that decides the outcome of a recovery, as plain JSON."""
     return {
-        "student": digest(student),
-        "teacher": digest(teacher) if teacher is not None else None,
+        "student": fingerprint(student),
+        "teacher": fingerprint(teacher) if teacher is not None else None,
         **data.facts,
         "processes": processes,
         **flat(asdict(config)),

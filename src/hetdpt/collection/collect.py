@@ -11,12 +11,13 @@ from typing import Any
 from pydantic import TypeAdapter
 from torch import nn
 
+from hetdpt.adapters.identity import fingerprint
 from hetdpt.collection.tree import DENSE, Node, in_turn, tree_of
 from hetdpt.collection.work import RECHECK, SAMPLES, Done, Job, Workplace
 from hetdpt.data.sources import Data, open_data
 from hetdpt.errors import FileError, PredictError, first_line
 from hetdpt.export.saved import load
-from hetdpt.modules import digest, find_device
+from hetdpt.modules import find_device
 from hetdpt.plan import Budget, Kind
 from hetdpt.predictor.polynomial import FEWEST, Row
 from hetdpt.predictor.prices import Prices
@@ -110,7 +111,7 @@ def _require_enough(chains: dict[Chain, tuple[Kind, ...]], config: CollectConfig
 def _asked(model: nn.Module, data: Data, config: CollectConfig, blocks: int) -> dict[str, Any]:
     """Return all that decides what a step comes to, as plain JSON; how many there are does not."""
     return {
-        "model": digest(model),
+        "model": fingerprint(model),
         "blocks": blocks,
         **data.facts,
         "config": asdict(replace(config, rounds=None)),

@@ -10,12 +10,13 @@ from pathlib import Path
 
 from torch import nn
 
+from hetdpt.adapters.identity import fingerprint
 from hetdpt.data.annotated import AnnotatedData
 from hetdpt.downstream.learning import LearnConfig, Learned, build, learn
 from hetdpt.downstream.model import TaskModel
 from hetdpt.downstream.saved import load_task, save_task
 from hetdpt.keeping import CALIBRATION, due, keep, log, made_once
-from hetdpt.modules import clone, digest
+from hetdpt.modules import clone
 from hetdpt.plan import Plan
 from hetdpt.runs.asked import flat
 from hetdpt.runs.run import Run
@@ -48,7 +49,12 @@ def learn_into(
     if plan is not None:
         place_(probe, plan)
     with processes.main_process_first():
-        asked = {"model": digest(model), **data.facts, "processes": processes.num_processes, **flat(asdict(config))}
+        asked = {
+            "model": fingerprint(model),
+            **data.facts,
+            "processes": processes.num_processes,
+            **flat(asdict(config)),
+        }
         asked["precision"] = processes.mixed_precision
         if plan is not None:
             asked |= {"plan": json.loads(plan.to_json()), "calibration": calibration if plan.fitted else None}

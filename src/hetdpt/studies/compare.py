@@ -25,6 +25,7 @@ from typing import Any
 
 from torch import nn
 
+from hetdpt.adapters.identity import fingerprint
 from hetdpt.collection.collect import collect_into
 from hetdpt.collection.work import Done as Sampled
 from hetdpt.collection.work import Workplace
@@ -32,7 +33,7 @@ from hetdpt.data.held_out import hold_out
 from hetdpt.data.sources import Data, open_data
 from hetdpt.errors import PlanError, PredictError
 from hetdpt.files import written
-from hetdpt.modules import clone, digest, find_device
+from hetdpt.modules import clone, find_device
 from hetdpt.plan import Budget, Plan
 from hetdpt.predictor.polynomial import Row
 from hetdpt.predictor.pricing import split_layers
@@ -179,7 +180,7 @@ def _asked(model: nn.Module, data: Data, config: CompareConfig, samples: Sequenc
     settings = asdict(config)
     del settings["layers"], settings["methods"], settings["seeds"]
     return {
-        "model": digest(model),
+        "model": fingerprint(model),
         **data.facts,
         "config": settings,
         "samples": plain_rows(samples) if samples else None,

@@ -22,6 +22,7 @@ from typing import Any, Literal
 from pydantic import TypeAdapter
 from torch import nn
 
+from hetdpt.adapters.identity import fingerprint
 from hetdpt.adapters.preprocessing import preprocessing_of
 from hetdpt.claims import Claim, Job, work
 from hetdpt.collection.work import CLAIMS, STEPS, Claimed, Workplace
@@ -31,7 +32,7 @@ from hetdpt.errors import DataError, FileError, PlanError, first_line
 from hetdpt.files import written
 from hetdpt.insight.observe import Asymmetry, Disparity, Observations, accuracies_without, gradient_disparity
 from hetdpt.measurement.accuracy import evaluate
-from hetdpt.modules import clone, digest, find_device
+from hetdpt.modules import clone, find_device
 from hetdpt.plan import KINDS, REMOVALS, Plan, Site
 from hetdpt.recovery import RecoverConfig
 from hetdpt.report.observation import draw, spell, write_csv
@@ -157,7 +158,7 @@ def _asked(model: nn.Module, data: Data, config: ObserveConfig) -> dict[str, Any
     settings = asdict(config)
     del settings["removals"], settings["blocks"]
     return {
-        "model": digest(model),
+        "model": fingerprint(model),
         **data.facts,
         "config": settings,
     }

@@ -19,6 +19,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from hetdpt.adapters.identity import fingerprint
 from hetdpt.adapters.models import input_size_of, num_classes_of
 from hetdpt.adapters.trace import dry_run
 from hetdpt.claims import Claim, Job, work
@@ -32,7 +33,7 @@ from hetdpt.files import written
 from hetdpt.measurement.accuracy import BATCH, evaluate
 from hetdpt.measurement.costs import Costs
 from hetdpt.measurement.speed import Ratio, measure_throughput
-from hetdpt.modules import clone, digest, find_device
+from hetdpt.modules import clone, find_device
 from hetdpt.plan import Budget, Measurement
 from hetdpt.reductions import Tokens
 from hetdpt.report.tokens import draw, write_csv
@@ -207,7 +208,7 @@ class Bench:
         _require_comparable(models)
         device = find_device(place.device)
         self.models = {name: ready(model.to(device), "plain") for name, model in models.items()}
-        self.digests = {name: digest(model) for name, model in models.items()}
+        self.digests = {name: fingerprint(model) for name, model in models.items()}
         if len(set(self.digests.values())) < len(models):
             raise MeasureError(f"{' and '.join(models)} are not all different models; give each once")
         self.data = _chosen(data, config, self.models) if data else None

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from hetdpt.adapters.heads import with_head_
+from hetdpt.adapters.identity import fingerprint
 from hetdpt.adapters.models import input_size_of
 from hetdpt.adapters.preprocessing import preprocessing_of
 from hetdpt.claims import Claim, Job, work
@@ -40,7 +41,7 @@ from hetdpt.files import written
 from hetdpt.keeping import CALIBRATION, pruned, recover_into
 from hetdpt.measurement.accuracy import BATCH, evaluate, wilson_interval
 from hetdpt.measurement.costs import Costs
-from hetdpt.modules import clone, digest, find_device
+from hetdpt.modules import clone, find_device
 from hetdpt.plan import KINDS, Budget, Plan
 from hetdpt.recipes import cifar100_transfer
 from hetdpt.recovery import RecoverConfig, recover
@@ -264,7 +265,7 @@ def _cases(models: Mapping[str, nn.Module], plans: Mapping[str, Plan], config: T
     """Return all there is to do, the first model first; a plan that does not fit is refused."""
     if not models:
         raise MeasureError("there is no model to transfer; give one or more, such as {'dense': model}")
-    digests = {name: digest(model)[:12] for name, model in models.items()}
+    digests = {name: fingerprint(model)[:12] for name, model in models.items()}
     if len(set(digests.values())) < len(models):
         raise MeasureError(f"{' and '.join(models)} are not all different models; give each once")
     name, model = next(iter(models.items()))
