@@ -18,10 +18,13 @@ IMAGENET = 1000
 def class_names(model: nn.Module) -> tuple[str, ...] | None:
     """Return a name for each class; None where nobody knows.
 
-    The labels in the config of a transformers model; of a timm model with 1,000 classes, those of ImageNet.
+    The labels in the config of a transformers model, if each class has one; of a timm model with 1,000 classes, those
+    of ImageNet.
     """
     if _is_hf(model):
         config: Any = model.config
+        if set(config.id2label) != set(range(config.num_labels)):
+            return None
         names = tuple(str(config.id2label[number]) for number in range(config.num_labels))
         return None if all(name == f"LABEL_{number}" for number, name in enumerate(names)) else names
     is_timm = isinstance(getattr(model, "pretrained_cfg", None), dict)
