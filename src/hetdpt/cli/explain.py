@@ -60,7 +60,7 @@ def explain(
     from hetdpt.randomness import seeded
     from hetdpt.studies.explanation import ExplainConfig, explain_into, numbers_beside, require_places
 
-    require_places(out, overwrite)
+    require_places(out, overwrite, [*image, *([Path(plan)] if plan else [])])
     if plan is None and (data or removal):
         raise PlanError("--data and --removal say what takes the place of layers, but none goes; add --plan")
     config = ExplainConfig(

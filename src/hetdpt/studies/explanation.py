@@ -7,7 +7,7 @@ NAME.json   checksums of the images, classes, probabilities, how alike neighbour
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from math import isfinite
@@ -167,12 +167,13 @@ def explain_into(
     ``progress`` is told (images seen, in all).
     """
     figure, config = Path(figure), config or ExplainConfig()
-    require_places(figure, config.overwrite)
-    require_classifier(model)
     files = picture_files([images] if isinstance(images, str | Path) else images, config.first)
+    require_places(figure, config.overwrite, files)
+    require_classifier(model)
     wants = preprocessing_of(model)
     given, names = prepared(files, wants), class_names(model)
     target = find_class(config.target, names) if isinstance(config.target, str) else config.target
+    student = _pruned(model, config) if config.plan else None  # a plan that does not fit is refused before all else
     found = explain(model, given, target, batch_size=config.batch_size, progress=progress)
     made = Explanation(
         model=config.name or type(model).__name__,
@@ -181,7 +182,7 @@ def explain_into(
         checksums=tuple(map(sha256, files)),
         names=names,
         found=found,
-        pruned=_without(model, given, found.classes, config) if config.plan else None,
+        pruned=_without(student, given, found.classes, config.batch_size) if student is not None else None,
         layers=_layers(model, found, config.plan or Plan()),
     )
     _write(figure, made, as_seen(given[: config.drawn], wants))
@@ -193,19 +194,26 @@ def numbers_beside(figure: Path) -> Path:
     return figure.with_suffix(".json")
 
 
-def require_places(figure: Path, overwrite: bool) -> None:
-    """Raise ``FileError`` unless ``figure`` is called as one is, and neither it nor its numbers would be replaced."""
+def require_places(figure: Path, overwrite: bool, read: Iterable[Path] = ()) -> None:
+    """Raise ``FileError`` unless ``figure`` is called as one is, and both it and its numbers may be written.
+
+    What is ``read``, a plan or an image, is not written over, on purpose or not.
+    """
     require_figure(figure)
+    used = {file.resolve() for file in read}
     for file in (figure, numbers_beside(figure)):
+        if file.resolve() in used:
+            raise FileError(f"{file} would be written over, but it is read here; call the figure something else")
+        if file.is_dir():
+            raise FileError(f"{file} is a directory, where a file is to be written; call the figure something else")
         require_new(file, overwrite)
 
 
-def _without(model: nn.Module, images: Tensor, classes: tuple[int, ...], config: ExplainConfig) -> Relevance | None:
+def _without(student: nn.Module, images: Tensor, classes: tuple[int, ...], batch_size: int) -> Relevance | None:
     """Return the maps of the model without the layers of the plan; None where no attention is left."""
-    student = _pruned(model, config)
     if not any(site.kind == "attention" for site in sites(student)):
         return None
-    return explain(student, images, classes, batch_size=config.batch_size)
+    return explain(student, images, classes, batch_size=batch_size)
 
 
 def _pruned(model: nn.Module, config: ExplainConfig) -> nn.Module:
