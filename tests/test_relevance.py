@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -161,6 +162,20 @@ def test_images_do_not_see_each_other_nor_their_batch(model: nn.Module, vit: Fam
     for one, other, single in zip(there(whole), there(parts), there(alone), strict=True):
         torch.testing.assert_close(one, other, **ROUNDING)
         torch.testing.assert_close(one[3:4], single, **ROUNDING)
+
+
+def test_with_max_pooling_an_image_has_rows_of_its_own() -> None:
+    torch.manual_seed(0)
+    sizes: Any = {"img_size": 32, "patch_size": 8, "embed_dim": 4, "num_heads": 1, "depth": 2, "num_classes": 5}
+    model = timm.create_model("vit_tiny_patch16_224", global_pool="max", class_token=False, **sizes).eval()
+    images = torch.randn(4, 3, 32, 32)
+    together, alone = explain(model, images, batch_size=4), explain(model, images, batch_size=1)
+    assert together.rows == alone.rows == "patches"
+    assert together.whole is not None
+    assert alone.whole is not None
+    torch.testing.assert_close(together.whole, alone.whole, **ROUNDING)
+    for one, other in zip(there(together), there(alone), strict=True):
+        torch.testing.assert_close(one, other, **ROUNDING)
 
 
 def test_another_class_gives_another_map(model: nn.Module, images: Tensor) -> None:
@@ -612,6 +627,40 @@ def test_bad_input_is_one_sentence(run: Run, folder: Path, tmp_path: Path) -> No
     assert not out.exists()
 
 
+def test_what_is_read_is_not_written_over(run: Run, folder: Path, tmp_path: Path) -> None:
+    plan, image = tmp_path / "plan.json", tmp_path / "cat.png"
+    plan.write_text(PLAN.to_json())
+    shutil.copy(folder / "pictures" / "0.png", image)
+    before = {file: file.read_bytes() for file in (plan, image)}
+    command = ("explain", folder / "dense", "--image", image, "--plan", plan, "--overwrite", "--out")
+    says = "would be written over, but it is read here; call the figure something else"
+    run(*command, plan.with_suffix(".png")).is_refused(f"{plan} {says}")
+    run(*command, image).is_refused(f"{image} {says}")
+    with pytest.raises(FileError, match=rf"cat.png {says}"):
+        explain_into(image, hetdpt.load(folder / "dense"), tmp_path, ExplainConfig(overwrite=True))
+    assert {file: file.read_bytes() for file in tmp_path.iterdir()} == before
+
+
+@pytest.mark.parametrize("suffix", [".png", ".json"])
+def test_a_directory_in_the_place_of_a_file_leaves_nothing_new(suffix: str, folder: Path, tmp_path: Path) -> None:
+    (tmp_path / f"maps{suffix}").mkdir()
+    with pytest.raises(
+        FileError, match=rf"maps{suffix} is a directory, where a file is to be written; call the figure"
+    ):
+        explain_into(tmp_path / "maps.png", hetdpt.load(folder / "dense"), folder / "pictures" / "0.png")
+    assert [file.name for file in tmp_path.iterdir()] == [f"maps{suffix}"]
+
+
+def test_a_plan_that_cannot_be_is_refused_before_any_image_is_looked_at(folder: Path, tmp_path: Path) -> None:
+    model, image, looks = hetdpt.load(folder / "dense"), folder / "pictures" / "0.png", list[tuple[int, int]]()
+    calibrated = replace(PLAN, removal="calibrated")
+    for config in (ExplainConfig(plan=calibrated), ExplainConfig(plan=Plan(attention=(7,)))):
+        with pytest.raises(HetDPTError):
+            explain_into(tmp_path / "maps.png", model, image, config, lambda *done: looks.append(done))
+    assert looks == []
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_what_is_no_question_is_refused(folder: Path, tmp_path: Path) -> None:
     model, image = hetdpt.load(folder / "dense"), folder / "pictures" / "0.png"
     with pytest.raises(HetDPTError, match="data is for what takes the place of removed layers, but no layer goes; .*"):
@@ -647,6 +696,9 @@ def test_classes_have_names_where_the_library_knows_them(model: nn.Module) -> No
     assert class_names(labelled) is None
     labelled.config.id2label = {0: "cat", 1: "dog"}  # type: ignore[union-attr]
     assert class_names(labelled) == ("cat", "dog")
+    for numbers in ((1, 2), (0, 2)):  # as configs on the hub have it, numbered from 1 or with a gap
+        labelled.config.id2label = dict(zip(numbers, ("cat", "dog"), strict=True))  # type: ignore[union-attr]
+        assert class_names(labelled) is None
 
 
 def test_an_image_is_drawn_as_the_model_saw_it(folder: Path) -> None:

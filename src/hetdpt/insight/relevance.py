@@ -236,15 +236,17 @@ def _of_rows(relevance: list[Tensor], at_end: Tensor, grid: tuple[int, int]) -> 
     ``at_end`` (B, N, D) is the gradient of the logit by what the last of them gives: 0 for tokens that nobody reads.
     """
     others = at_end.shape[1] - grid[0] * grid[1]
-    read = at_end.abs().amax((0, 2)).nonzero().flatten().tolist()
-    is_token = bool(read) and read[0] < others
-    rows = read[:1] if is_token else [number for number in read if number >= others]
+    is_read = at_end.abs().amax(2) > 0  # (B, N); with max pooling an image's own
+    tokens = is_read[:, :others]
+    first, patches = tokens & (tokens.cumsum(1) == 1), is_read[:, others:] & ~tokens.any(1, keepdim=True)
+    weight = torch.cat([first, patches], 1).float()  # (B, N), of each row
+    weight /= weight.sum(1, keepdim=True).clamp(min=1)
 
     def drawn(matrix: Tensor) -> Tensor:
-        return matrix[:, rows, others:].mean(1).view(-1, *grid)
+        return (weight[:, None] @ matrix[:, :, others:]).view(-1, *grid)
 
     whole = drawn(rollout(relevance)).cpu()
-    return [drawn(each) for each in relevance], whole, "class token" if is_token else "patches"
+    return [drawn(each) for each in relevance], whole, "class token" if tokens.any() else "patches"
 
 
 def _of_windows(handle: Handle, relevance: Tensor, windows: Windows, images: int) -> Tensor:
