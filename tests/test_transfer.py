@@ -289,6 +289,15 @@ def test_a_start_leads_to_the_same_place(numbers: tuple[Tensor, Tensor, Tensor, 
     torch.testing.assert_close(one.logits(others), other.logits(others), rtol=0, atol=1e-4)  # gradient / strength
 
 
+@pytest.mark.parametrize("factor", [1e-8, 1e8])
+def test_the_scale_of_features_changes_no_answer(numbers: tuple[Tensor, Tensor, Tensor, Tensor], factor: float) -> None:
+    values, labels, *_ = numbers
+    usual, scaled = fit_probe(values, labels, 4, 0.01), fit_probe(factor * values, labels, 4, 0.01)
+    answers = usual.logits(values).argmax(1)
+    assert len(answers.unique()) > 1
+    assert torch.equal(scaled.logits(factor * values).argmax(1), answers)
+
+
 def test_images_held_out_decide_how_strong_the_penalty_is(numbers: tuple[Tensor, Tensor, Tensor, Tensor]) -> None:
     """Pure chance as further features: with no penalty worth the name they are learnt by heart."""
     values, labels, _, _ = numbers

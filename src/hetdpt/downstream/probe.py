@@ -67,7 +67,8 @@ def fit_probe(
     is_small = 8 * values.numel() <= LARGE and values.device.type != "mps"
     inputs = values.to(torch.float64 if is_small else torch.float32)
     mean, deviation = inputs.mean(0), inputs.std(0, correction=0)
-    scale = torch.where(deviation > 1e-6 * (1 + mean.abs()), 1 / deviation, 0)  # else it is the rounding that differs
+    largest = torch.maximum(inputs.amax(0), -inputs.amin(0))
+    scale = torch.where(deviation > 1e-6 * largest, 1 / deviation, 0)  # else it is the rounding that differs
     layer = inputs.new_zeros(classes, inputs.shape[1] + 1)  # the last column is the bias
     if start is not None:
         layer[:, :-1] = start.to(layer) * deviation
