@@ -390,6 +390,15 @@ class TestBackbone:
 
 class TestPyramid:
     @torch.no_grad()
+    def test_the_last_place_of_an_odd_map_is_kept(self) -> None:
+        pyramid, one = SimplePyramid(8, 4).eval(), torch.randn(1, 8, 5, 7)
+        other = one.clone()
+        other[:, :, 4, 6] += 100  # so that max-pooling takes it
+        before, after = pyramid(one), pyramid(other)
+        assert [tuple(each.shape[2:]) for each in before] == [(20, 28), (10, 14), (5, 7), (3, 4)]
+        assert (before[-1] != after[-1])[..., 2, 3].any()
+
+    @torch.no_grad()
     def test_a_place_is_seen_around_itself_on_every_map(self) -> None:
         pyramid = SimplePyramid(8, 4).eval()
         one = torch.randn(1, 8, 8, 8)
