@@ -405,11 +405,13 @@ def test_processes_with_different_plans_leave_all_rows(models: dict[str, nn.Modu
         assert [row["model"] for row in csv.DictReader(file)] == ["dense", "dense, one", "dense, two"]
 
 
-def test_what_cannot_be_saved_is_not_passed_over(few: Data, tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", ["probe", "finetune"])
+def test_what_cannot_be_saved_is_refused_before_any_work(mode: str, few: Data, tmp_path: Path) -> None:
     sizes: Any = {"img_size": 16, "patch_size": 4, "embed_dim": 32, "depth": 2, "num_heads": 2, "num_classes": 7}
     unknown = timm.create_model("vit_tiny_patch16_224", **sizes)
     with pytest.raises(ModelError, match=r"this model cannot be saved: .*; pass base=hetdpt.Base"):
-        list(transfer_into(tmp_path / "run", {"unknown": unknown}, few, QUICKLY))
+        list(transfer_into(tmp_path / "run", {"unknown": unknown}, few, replace(QUICKLY, mode=mode)))  # type: ignore[arg-type]
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_tower_is_probed_and_not_saved(few: Data, tmp_path: Path) -> None:

@@ -128,11 +128,7 @@ def save(
     how it was built where the model does not know (``hetdpt.Base("timm", name, {...})``). ``notes`` are further files,
     by name, with the text in them; ``load`` does not read them.
     """
-    target = Path(directory)
-    if gates_of(model):
-        raise ModelError("this model has gates on its layers; call restore_(model) before saving it")
-    recipe = Recipe.of(model, base)
-    _require_same(model, recipe)
+    target, recipe = Path(directory), require_savable(model, base)
     with new_directory(target, RECIPE, overwrite) as scratch:
         try:
             save_file(storable(model.state_dict()), scratch / WEIGHTS)
@@ -152,6 +148,15 @@ def save(
             assert not (scratch / name).exists(), f"{name} is a file of the saved model itself"
             (scratch / name).write_text(text)
     return target
+
+
+def require_savable(model: nn.Module, base: Base | None = None) -> Recipe:
+    """Return the recipe by which ``model`` is saved; ``ModelError`` where it does not lead back to the model."""
+    if gates_of(model):
+        raise ModelError("this model has gates on its layers; call restore_(model) before saving it")
+    recipe = Recipe.of(model, base)
+    _require_same(model, recipe)
+    return recipe
 
 
 def load(directory: str | Path) -> nn.Module:

@@ -36,7 +36,7 @@ from hetdpt.data.subset import Subset, subset
 from hetdpt.downstream.features import Features, heads_in, take_features, with_classifier_
 from hetdpt.downstream.probe import STRENGTHS, LinearProbe, choose_strength, fit_probe
 from hetdpt.errors import DataError, MeasureError, ModelError
-from hetdpt.export.saved import RECIPE, load, save
+from hetdpt.export.saved import RECIPE, load, require_savable, save
 from hetdpt.files import written
 from hetdpt.keeping import CALIBRATION, pruned, recover_into
 from hetdpt.measurement.accuracy import BATCH, evaluate, wilson_interval
@@ -285,10 +285,18 @@ def _require_learnable(models: Collection[nn.Module], data: Data, config: Transf
     """Raise what there is to say against letting ``models`` learn the classes of ``data`` as ``config`` says."""
     for model in models:
         preprocessing_of(model)
+    students = list[nn.Module]()
+    for model in models:
+        try:
+            students.append(with_head_(clone(model), data.num_classes, heads_in(model)))
+        except ModelError:
+            if config.mode == "finetune":  # while a probe of it is not saved
+                raise
+    for student in students:
+        require_savable(student)
     if config.mode == "probe":
         held_out(data)
         return
-    students = [with_head_(clone(model), data.num_classes, heads_in(model)) for model in models]
     # the first thing to come is the model before training
     next(recover(deepcopy(students[0]), None, data, config.training, device=device, evaluates=False))
 
