@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hetdpt.errors import FileError
 from hetdpt.report.observation import spell
-from hetdpt.report.panels import tidy
-from hetdpt.report.scan import SUFFIXES, Look
+from hetdpt.report.panels import require_figure, tidy
+from hetdpt.report.scan import Look
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -60,8 +59,7 @@ def _blocks(blocks: Sequence[int]) -> str:
 
 def draw(comparison: Comparison, path: Path) -> None:
     """Write a figure, PNG or SVG by the name of the file: accuracy by measured speedup, a line for each method."""
-    if path.suffix.lower() not in SUFFIXES:
-        raise FileError(f"a figure is a file that ends in {' or '.join(SUFFIXES)}, but {path.name} does not")
+    require_figure(path)
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 6.5), layout="constrained")

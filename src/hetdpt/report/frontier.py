@@ -11,10 +11,8 @@ from math import inf, isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hetdpt.errors import FileError
 from hetdpt.plan import Budget
-from hetdpt.report.panels import tidy
-from hetdpt.report.scan import SUFFIXES
+from hetdpt.report.panels import require_figure, tidy
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -117,8 +115,7 @@ def draw(
     chosen: Split | None = None,
 ) -> None:
     """Write a figure, PNG or SVG by the name of the file: accuracy by speedup, or by layers where nothing is timed."""
-    if path.suffix.lower() not in SUFFIXES:
-        raise FileError(f"a figure is a file that ends in {' or '.join(SUFFIXES)}, but {path.name} does not")
+    require_figure(path)
     from matplotlib.figure import Figure
 
     view = View(predictor, prices)

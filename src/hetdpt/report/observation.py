@@ -6,9 +6,9 @@ import csv
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hetdpt.errors import FileError
 from hetdpt.plan import KINDS, Kind, Plan
-from hetdpt.report.scan import FLOOR, SUFFIXES, draw_level, draw_line, finish, say, to_logarithm
+from hetdpt.report.panels import require_figure
+from hetdpt.report.scan import FLOOR, draw_level, draw_line, finish, say, to_logarithm
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -59,8 +59,7 @@ def _lines(found: Observations) -> list[dict[str, Any]]:
 
 def draw(found: Observations, path: Path) -> None:
     """Write a figure, PNG or SVG by the name of the file: gradients, and accuracies after the removal of each layer."""
-    if path.suffix.lower() not in SUFFIXES:
-        raise FileError(f"a figure is a file that ends in {' or '.join(SUFFIXES)}, but {path.name} does not")
+    require_figure(path)
     from matplotlib.figure import Figure
 
     sites = [layer.site for one in found.disparities for layer in one.layers] + [row.site for row in found.asymmetries]

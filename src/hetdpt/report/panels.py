@@ -1,11 +1,22 @@
-"""What the panels of our figures have in common. No torch here."""
+"""What our figures and their panels have in common. No torch here."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from hetdpt.errors import FileError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
+SUFFIXES = (".png", ".svg")
+
+
+def require_figure(path: Path) -> None:
+    """Raise ``FileError`` unless ``path`` is called as a figure is."""
+    if path.suffix.lower() not in SUFFIXES:
+        raise FileError(f"a figure is a file that ends in {' or '.join(SUFFIXES)}, but {path.name} does not")
 
 
 def tidy(panel: Axes, columns: int) -> None:

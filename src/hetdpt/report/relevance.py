@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hetdpt.errors import FileError
-from hetdpt.report.scan import SUFFIXES
+from hetdpt.report.panels import require_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -42,12 +41,6 @@ class Picture:
     """Maps of whole models, each with what is written above it."""
     maps: tuple[Map | None, ...]
     """Of each layer; None for one that is not there."""
-
-
-def require_figure(path: Path) -> None:
-    """Raise ``FileError`` unless ``path`` is called as a figure is."""
-    if path.suffix.lower() not in SUFFIXES:
-        raise FileError(f"a figure is a file that ends in {' or '.join(SUFFIXES)}, but {path.name} does not")
 
 
 def draw(pictures: Sequence[Picture], layers: Sequence[Layer], path: Path, dpi: int = 110) -> None:

@@ -8,7 +8,7 @@ from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from hetdpt.errors import FileError
+from hetdpt.report.panels import require_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from hetdpt.insight.scan import Row, ScanTable
     from hetdpt.plan import Site
 
-SUFFIXES = (".png", ".svg")
 COLUMNS = (
     "kind", "block", "path", "is_gated", "style", "te", "r2", "damage", "is_replaceable", "macs_saved", "ms_saved",
     "ms_spread", "device", "dtype", "batch",
@@ -62,8 +61,7 @@ def _cells(row: Row) -> list[Any]:
 
 def draw(table: ScanTable, path: Path) -> None:
     """Write a figure, PNG or SVG by the name of the file: damage, transfer entropy and milliseconds for each block."""
-    if path.suffix.lower() not in SUFFIXES:
-        raise FileError(f"a figure is a file that ends in {' or '.join(SUFFIXES)}, but {path.name} does not")
+    require_figure(path)
     from matplotlib.figure import Figure
 
     kinds = [kind for kind in TITLES if any(site.kind == kind for site in table.sites)]

@@ -7,9 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hetdpt.errors import FileError
-from hetdpt.report.panels import tidy
-from hetdpt.report.scan import SUFFIXES, Look
+from hetdpt.report.panels import require_figure, tidy
+from hetdpt.report.scan import Look
 from hetdpt.report.words import layers
 
 if TYPE_CHECKING:
@@ -50,8 +49,7 @@ def draw(points: Sequence[Point], path: Path) -> None:
 
     Throughput is that of the first point times the speedup over it, since a speedup is of runs in turns.
     """
-    if path.suffix.lower() not in SUFFIXES:
-        raise FileError(f"a figure is a file that ends in {' or '.join(SUFFIXES)}, but {path.name} does not")
+    require_figure(path)
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 6.5), layout="constrained")

@@ -36,7 +36,8 @@ from hetdpt.insight.relevance import (
 )
 from hetdpt.modules import clone
 from hetdpt.plan import Plan
-from hetdpt.report.relevance import Layer, Picture, draw, require_figure, title
+from hetdpt.report.panels import require_figure
+from hetdpt.report.relevance import Layer, Picture, draw, title
 from hetdpt.surgery import prune_, record_of, sites
 
 MEASURES: dict[str, Literal["cosines", "ranks"]] = {"cosine": "cosines", "rank": "ranks"}
