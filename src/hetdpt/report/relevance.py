@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
 RED = "#D00000"
 COLUMNS = 8
-SIDE = 1.45  # inches that a panel is wide
+# in inches: width of a panel, space between panels, above a panel, above an image's panels, and for the legend
+SIDE, GAP, TITLE, HEAD, LEGEND = 1.4, 0.05, 0.2, 0.3, 0.3
 TIE = 5e-4  # what is nearer is written as equal
 Map = Any
 """An array (rows, columns)."""
@@ -55,16 +56,22 @@ def draw(pictures: Sequence[Picture], layers: Sequence[Layer], path: Path, dpi: 
     rows = -(-panels // COLUMNS)
     columns = -(-panels // rows)
     height, width = pictures[0].image.shape[:2]
-    tall = len(pictures) * (rows * (SIDE * height / width + 0.22) + 0.35) + 0.3
-    figure = Figure(figsize=(columns * SIDE, tall), layout="constrained")
-    *parts, below = figure.subfigures(len(pictures) + 1, 1, height_ratios=[1.0] * len(pictures) + [0.08], squeeze=False)
-    for part, picture in zip(parts, pictures, strict=True):
-        part[0].suptitle(picture.title, fontsize="medium", x=0.01, ha="left", parse_math=False)
-        places = part[0].subplots(rows, columns, squeeze=False).flatten()
-        for place in places:
-            place.set_axis_off()
-        _draw_picture(list(places), picture, layers)
-    below[0].text(0.01, 0.5, _legend(layers), fontsize="small", va="center")
+    side = SIDE * height / width
+    block = HEAD + rows * (TITLE + side + GAP)
+    wide, tall = columns * (SIDE + GAP) + GAP, len(pictures) * block + LEGEND
+    figure = Figure(figsize=(wide, tall))  # places are computed, since a layout engine takes seconds for each image
+    for number, picture in enumerate(pictures):
+        top = tall - number * block
+        head: Any = {"fontsize": "medium", "va": "center", "parse_math": False}
+        figure.text(GAP / wide, (top - HEAD / 2) / tall, picture.title, **head)
+        places = []
+        for panel in range(panels):
+            row, column = divmod(panel, columns)
+            left, bottom = GAP + column * (SIDE + GAP), top - HEAD - row * (TITLE + side + GAP) - TITLE - side
+            places.append(figure.add_axes((left / wide, bottom / tall, SIDE / wide, side / tall)))
+            places[-1].set_axis_off()
+        _draw_picture(places, picture, layers)
+    figure.text(GAP / wide, LEGEND / 2 / tall, _legend(layers), fontsize="small", va="center")
     figure.savefig(path, dpi=dpi, format=path.suffix[1:].lower())
 
 
@@ -83,7 +90,7 @@ def _draw_picture(places: list[Axes], picture: Picture, layers: Sequence[Layer])
 
 def _show(place: Axes, image: Any, values: Map | None, title: str, *, is_missing: bool = False) -> None:
     """Draw an image, in grey under a map where there is one; or the word for one that is missing."""
-    place.set_title(title, fontsize="small", pad=2, parse_math=False)
+    place.set_title(title, fontsize="small", y=1.0, pad=2, parse_math=False)  # with a y nothing is searched
     height, width = image.shape[:2]
     box: Any = {"extent": (0, width, height, 0)}
     if is_missing:
