@@ -28,7 +28,7 @@ from hetdpt.adapters.preprocessing import preprocessing_of
 from hetdpt.cli.tasks import _config
 from hetdpt.data.annotated import AnnotatedData, AnnotatedEvaluation, AnnotatedTraining
 from hetdpt.data.batch import Share
-from hetdpt.data.shapes import draw
+from hetdpt.data.shapes import Drawing, draw
 from hetdpt.downstream.learning import LearnConfig, build, learn, score
 from hetdpt.downstream.model import TaskModel
 from hetdpt.downstream.run import learn_into
@@ -355,6 +355,45 @@ def test_two_processes_measure_the_model_that_is_saved(place: Place, tmp_path: P
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     alone = score(load_task(tmp_path / "run" / "last"), place.open(), device="cpu")
     assert alone.score == pytest.approx(summary["last"], abs=1e-4)  # other batches, other rounding
+
+
+def one_bright_square(seed: int, number: int, side: int) -> Drawing:
+    """Return a drawing that is learned in a minute: a white square somewhere on black."""
+    chance = np.random.default_rng([seed, number])
+    length = int(chance.integers(side // 3, side // 2))
+    left, top = chance.integers(0, side - length, 2)
+    mask = np.zeros((1, side, side), dtype=bool)
+    mask[0, top : top + length, left : left + length] = True
+    return Drawing(np.repeat(mask[0, :, :, None], 3, axis=2) * np.uint8(255), mask, np.zeros(1, dtype=np.int64))
+
+
+BY_HEART: dict[str, dict[str, Any]] = {
+    "detection": {"head.width": 32, "training.lr": 0.002, "training.clip_grad": 1.0, "training.epochs": 20},
+    "segmentation": {"training.lr": 0.003, "training.optimizer": "adamw", "training.epochs": 6},
+}
+CHANCE = {"detection": 5.0, "segmentation": 45.0}
+"""What no untrained model is above: boxes anywhere; background everywhere, which is 3/4 to 8/9 of the pixels."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", [None, PLAN], ids=["dense", "pruned"])
+@pytest.mark.parametrize("task", TASKS)
+def test_the_metric_rises_above_that_of_the_untrained_model(
+    task: str, plan: hetdpt.Plan | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "draw", one_bright_square)
+    monkeypatch.setitem(COUNTS, "train", 32)
+    WRITERS[task](tmp_path / "data")
+    loop = {"training.batch_size": 2, "training.backbone_lr": 1.0, "training.schedule": "cosine"}
+    settings = config(task, **loop, **BY_HEART[task])
+    data = TASKS[task].open(str(tmp_path / "data"))
+    data = replace(data, val=data.train)  # by heart: that it learns is the question, not how much of it is general
+    learned = list(learn_into(tmp_path / "run", backbone(), data, settings, plan=plan, device="cpu"))
+    start, *epochs = [one.epoch for one in learned]
+    assert start.last is not None
+    assert start.last < CHANCE[task]
+    assert epochs[-1].last > CHANCE[task] + 10
+    assert epochs[-1].loss < 0.7 * epochs[0].loss
 
 
 # The loop.
