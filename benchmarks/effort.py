@@ -8,7 +8,7 @@ naive way, in turns. ``growth`` measures time and memory against depth, width an
 exponents. ``memory`` has the peaks for DeiT-S. Weights are random: they make no difference to time and memory. Every
 row is measured in a process of its own, forked from one that had only imported hetdpt, and is written when it is known:
 a run that was killed goes on where it was. ``--quick`` takes fewer images and smaller sizes, and writes to
-``results/quick/effort.json``.
+``runs/bench/quick/effort.json``; its rows have other keys, since other sizes are other measurements.
 
 Asks for: the scan at least 1/0.65 times faster than full passes, with the same values to 1e-9; of the speed of a bare
 loop at least 0.97; a gated training step at most 3 % longer; a merged student faster by at least 0.9 of the MAC ratio.
@@ -35,6 +35,7 @@ from pruning_tasks import Numbers, Setting, apart, measure, save_to, stretched
 import hetdpt
 
 DEIT, DEIT_PLAN = "deit_small_distilled_patch16_224", "paper/deit_small-8"
+QUICK_RESULTS = Path("runs/bench/quick")
 SCAN, SAME, LOOP, GATES, STUDENT = 1 / 0.65, 1e-9, 0.97, 1 / 1.03, 0.9
 
 
@@ -46,16 +47,18 @@ class Scale:
     """Arguments of ViT-Tiny for ``stages`` and ``naive``."""
     batch: int = 32
     updates: int = 5
-    few: int = 32
+    few: int = 8
     """Images on which stages are timed, and then on ``some``; their time on ``images`` is extrapolated from both."""
-    some: int = 64
+    some: int = 48
     images: int = 256
     """To look at or to fit on, as hetdpt does by default; ``judge`` times as many others judge."""
     judge: float = 0.5
     epoch: int = 3000
     """Training images of an epoch, of which ``updates`` batches are measured."""
     validation: int = 1000
-    scanned: int = 32
+    left_out: tuple[str, ...] = ()
+    """Stages that are not timed."""
+    scanned: int = 64
     """Images of the scan against full passes, and its rounds."""
     scans: int = 3
     fitted: tuple[int, ...] = (64, 256)
@@ -64,11 +67,11 @@ class Scale:
     large_arguments: dict[str, Any] = field(default_factory=dict)
     plan: str | None = DEIT_PLAN
     large_batch: int = 8
-    rounds: int = 10
+    rounds: int = 8
     loops: int = 16
     """Updates of our loop against a bare one."""
-    grown: dict[str, Any] = field(default_factory=lambda: {"img_size": 64})
-    """Arguments of ViT-Tiny for ``growth``, beside depth and width."""
+    pixels: int = 64
+    """Sides of the images of ``growth``."""
     layers: tuple[int, ...] = (12, 24, 40)
     widths: tuple[int, ...] = (192, 384, 768)
     counts: tuple[int, ...] = (64, 128, 256)
@@ -82,8 +85,9 @@ FULL = Scale()
 QUICK = Scale(
     batch=16,
     updates=2,
-    few=4,
+    few=2,
     some=8,
+    left_out=("scan: every site under every style", "choice of 6 layers by damage"),
     scanned=8,
     scans=1,
     fitted=(16, 64),
@@ -91,6 +95,7 @@ QUICK = Scale(
     plan=None,
     rounds=3,
     loops=3,
+    pixels=32,
     layers=(6, 12),
     widths=(96, 192),
     counts=(32, 64),
@@ -123,6 +128,10 @@ class Bench:
     def large(self) -> Setting:
         scale, batch = self.scale, self.scale.large_batch
         return Setting(self.folder, scale.large, scale.large_arguments, 2 * batch, batch, batch, is_noise=True)
+
+    @property
+    def large_key(self) -> Key:
+        return {"model": self.scale.large, "batch": self.scale.large_batch}
 
     def do(self, function: Any, *arguments: Any) -> Any:
         """Return what ``function`` returns, from a process of its own."""
@@ -221,22 +230,27 @@ COMPOSED = {
 
 def stages(bench: Bench) -> None:
     """Time every stage, in seconds and in units of one dense training epoch."""
-    for name, stage in STAGES.items():
-        key = {"part": "stages", "stage": name}
+    timed = {name: stage for name, stage in STAGES.items() if name not in bench.scale.left_out}
+    for name, stage in timed.items():
+        key = stage_key(bench, name)
         if not bench.recorder.has(**key):
             values = time_stage(bench, stage)
-            unit = values["seconds"] if name == UNIT else bench.row(part="stages", stage=UNIT)["seconds"]
-            bench.add(key, epochs_of_dense=values["seconds"] / unit, **values, data=bench.images)
+            unit = values["seconds"] if name == UNIT else bench.row(**stage_key(bench, UNIT))["seconds"]
+            bench.add(key, epochs_of_dense=values["seconds"] / unit, **values)
     for name, parts in COMPOSED.items():
-        key = {"part": "stages", "stage": name}
-        if not bench.recorder.has(**key):
-            rows = {part: bench.row(part="stages", stage=part) for part in parts}
+        key = stage_key(bench, name)
+        if parts.keys() <= timed.keys() and not bench.recorder.has(**key):
+            rows = {part: bench.row(**stage_key(bench, part)) for part in parts}
             sums = {
                 unit: sum(times * rows[part][unit] for part, times in parts.items())
                 for unit in ("seconds", "epochs_of_dense")
             }
-            made_of = " + ".join(f"{times} x {part}" for part, times in parts.items())
-            bench.add(key, **sums, made_of=made_of, data=bench.images)
+            bench.add(key, **sums, made_of=" + ".join(f"{times} x {part}" for part, times in parts.items()))
+
+
+def stage_key(bench: Bench, name: str) -> Key:
+    """Return the key of a stage; the unit of all of them is that of the same batch and the same images."""
+    return {"part": "stages", "stage": name, "batch": bench.scale.batch, "data": bench.images}
 
 
 def time_stage(bench: Bench, stage: Stage) -> dict[str, Any]:
@@ -263,21 +277,22 @@ def naive(bench: Bench) -> None:
 
 
 def _scans(bench: Bench) -> None:
-    key, scale = {"part": "naive", "what": "scan"}, bench.scale
+    scale = bench.scale
+    setting = Setting(bench.folder, VIT_TINY, scale.model, scale.scanned, batch=16, is_noise=True)
+    key = {"part": "naive", "what": "scan", "model": setting.model, "images": setting.images}
     if not bench.recorder.has(**key):
-        setting = Setting(bench.folder, VIT_TINY, scale.model, scale.scanned, batch=16, is_noise=True)
-        bench.add(key, **bench.do(compare_scans, setting, scale.scans), model=setting.model)
+        bench.add(key, **bench.do(compare_scans, setting, scale.scans))
 
 
 def _fits(bench: Bench) -> None:
     for images in bench.scale.fitted:
-        key = {"part": "naive", "what": "fit", "images": images}
+        setting = Setting(bench.folder, VIT_TINY, bench.scale.model, images, batch=16, is_noise=True)
+        key = {"part": "naive", "what": "fit", "model": setting.model, "images": images}
         if bench.recorder.has(**key):
             continue
-        setting = Setting(bench.folder, VIT_TINY, bench.scale.model, images, batch=16, is_noise=True)
         (ours, line), (theirs, other) = (bench.do(memory_of_fit, way, setting) for way in ("ours", "naive"))
         more = {f"naive_{name}": value for name, value in theirs.items()}
-        bench.add(key, **ours, **more, difference=apart_by(line, other), model=setting.model)
+        bench.add(key, **ours, **more, difference=apart_by(line, other))
 
 
 def _gates(bench: Bench) -> None:
@@ -293,18 +308,18 @@ def _students(bench: Bench) -> None:
 
 
 def _loops(bench: Bench) -> None:
-    key, setting = {"part": "naive", "what": "loop"}, replace(bench.large, updates=bench.scale.loops)
+    key = {"part": "naive", "what": "loop", **bench.large_key, "data": bench.images}
     if not bench.recorder.has(**key):
-        bench.add(key, **bench.do(compare_loops, setting), model=setting.model, data=bench.images)
+        bench.add(key, **bench.do(compare_loops, replace(bench.large, updates=bench.scale.loops)))
 
 
 def _add_all(bench: Bench, what: str, names: Iterable[str], compare: Callable[[], dict[str, dict[str, Any]]]) -> None:
     """Add a row for each of ``names``, which are measured together."""
-    keys = {name: {"part": "naive", "what": what, "way": name} for name in names}
+    keys = {name: {"part": "naive", "what": what, "way": name, **bench.large_key} for name in names}
     if not all(bench.recorder.has(**key) for key in keys.values()):
         found = compare()
         for name, key in keys.items():
-            bench.add(key, **found[name], model=bench.scale.large)
+            bench.add(key, **found[name])
 
 
 # growth
@@ -333,16 +348,16 @@ of D^2 for each layer, whatever the number of images."""
 def growth(bench: Bench) -> None:
     """Measure time and memory against depth, width and the number of images, and fit the exponents."""
     for task in GROWING:
+        common = {"part": "growth", "task": task, "pixels": bench.scale.pixels}
         for against, sizes in series(bench.scale, task).items():
-            is_new = False
-            rows = []
-            for size in sizes:
-                key = {"part": "growth", "task": task, **size}
-                if not bench.recorder.has(**key):
-                    is_new = True
-                    bench.add(key, **grow(bench, task, **size))
-                rows.append(bench.row(**key))
-            _add_exponents(bench, task, against, [size[against] for size in sizes], rows, is_new)
+            new = [size for size in sizes if not bench.recorder.has(**common, **size)]
+            for size in new:
+                bench.add({**common, **size}, **grow(bench, task, **size))
+            key = {**common, **sizes[0], "against": against}
+            key.pop(against)
+            if new or not bench.recorder.has(**key):
+                rows = {size[against]: bench.row(**common, **size) for size in sizes}
+                bench.add(key, **exponents(rows, *EXPECTED[task, against]))
 
 
 def series(scale: Scale, task: str) -> dict[str, list[dict[str, int]]]:
@@ -360,20 +375,19 @@ def series(scale: Scale, task: str) -> dict[str, list[dict[str, int]]]:
 
 def grow(bench: Bench, task: str, *, layers: int, width: int, images: int = 0) -> Numbers:
     """Return time and memory of a task for one size."""
-    arguments = {**bench.scale.grown, "depth": layers, "embed_dim": width, "num_heads": max(width // 64, 1)}
+    arguments = {"img_size": bench.scale.pixels, "depth": layers, "embed_dim": width, "num_heads": max(width // 64, 1)}
     setting = Setting(bench.folder, VIT_TINY, arguments, images, batch=bench.scale.looked_at, is_noise=True)
     return bench.measure(task, setting, bench.scale.patience)
 
 
-def _add_exponents(
-    bench: Bench, task: str, against: str, sizes: list[int], rows: list[dict[str, Any]], is_new: bool
-) -> None:
-    key = {"part": "growth", "task": task, "against": against}
-    if is_new or not bench.recorder.has(**key):
-        expected = dict(zip(("seconds", "peak_bytes"), EXPECTED[task, against], strict=True))
-        found = {name: [row[name] for row in rows] for name in expected}
-        exponents = {f"exponent_of_{name}": exponent(sizes, found[name]) for name in expected if all(found[name])}
-        bench.add(key, **exponents, **{f"expected_of_{name}": power for name, power in expected.items()})
+def exponents(rows: dict[int, dict[str, Any]], time: int, memory: int) -> dict[str, Any]:
+    """Return the exponents of what was measured, by size, and those that were expected of time and memory."""
+    found: dict[str, Any] = {"expected_of_seconds": time, "expected_of_peak_bytes": memory}
+    for name in ("seconds", "peak_bytes"):
+        numbers = [row[name] for row in rows.values()]
+        if all(numbers):
+            found[f"exponent_of_{name}"] = exponent(rows, numbers)
+    return {**found, "sizes": ", ".join(map(str, rows))}
 
 
 def exponent(sizes: Iterable[float], numbers: Iterable[float]) -> float:
@@ -406,10 +420,9 @@ def memory(bench: Bench) -> None:
     """Measure the peaks of memory for DeiT-S."""
     setting = bench.large
     for task in PEAKS:
-        key = {"part": "memory", "task": task}
+        key = {"part": "memory", "task": task, **bench.large_key}
         if not bench.recorder.has(**key):
-            found = bench.measure(task, setting, 0.0)
-            bench.add(key, peak_bytes=found["peak_bytes"], model=setting.model, batch=setting.batch)
+            bench.add(key, peak_bytes=bench.measure(task, setting, 0.0)["peak_bytes"])
 
 
 # the command
@@ -427,13 +440,11 @@ def unmet(results: Results, is_quick: bool) -> list[str]:
     """Return in words what is below what is asked for."""
     short = []
     for sentence, (key, name, wanted) in ASKED.items():
-        row = results.find(part="naive", **key)
-        if row is not None and row.values[name][0] < wanted and not is_quick:
-            short.append(sentence.format(row.values[name][0], wanted))
-    scan = results.find(part="naive", what="scan")
-    if scan is not None and (gap := scan.values["largest_difference"]) > SAME:
-        short.append(f"values of the scan are {gap:.1e} apart from those of full passes, not {SAME:.0e}")
-    return short
+        found = [row.values[name][0] for row in results.where(part="naive", **key)]
+        short += [sentence.format(value, wanted) for value in found if value < wanted and not is_quick]
+    gaps = [row.values["largest_difference"] for row in results.where(part="naive", what="scan")]
+    sentence = "values of the scan are {:.1e} apart from those of full passes, not {:.0e}"
+    return short + [sentence.format(gap, SAME) for gap in gaps if gap > SAME]
 
 
 @contextmanager
@@ -470,7 +481,7 @@ def main() -> None:
     options = parser.parse_args()
     if unknown := set(options.parts) - PARTS.keys():
         parser.error(f"there is no part {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
-    out = options.out or (RESULTS / "quick" if options.quick else RESULTS) / "effort.json"
+    out = options.out or (QUICK_RESULTS if options.quick else RESULTS) / "effort.json"
     recorder = Recorder(out, redo=options.redo)
     with images_at_hand() as folder:
         for part in options.parts or PARTS:

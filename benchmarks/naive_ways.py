@@ -91,7 +91,6 @@ def compare_scans(setting: Setting, rounds: int) -> Values:
         "naive_seconds": statistics.median(times["naive"]),
         "largest_difference": largest_difference(found["ours"], found["naive"]),
         "sites": len(found["ours"]),
-        "images": setting.images,
         "rounds": rounds,
     }
 
@@ -185,7 +184,6 @@ def compare_gates(setting: Setting, rounds: int) -> dict[str, Values]:
             "efficiency": interval(_ratio(plain / row)),
             "milliseconds": 1e3 * statistics.median(row),
             "plain_milliseconds": 1e3 * statistics.median(plain),
-            "batch": setting.batch,
             "rounds": rounds,
         }
         for name, row in times.items()
@@ -215,7 +213,7 @@ def compare_students(setting: Setting, plan: Plan | None, rounds: int) -> dict[s
         if name in macs:
             ratio = macs["dense"] / macs[name]
             found[name] |= {"mac_ratio": ratio, "efficiency": [value / ratio for value in speedup]}
-        found[name] |= {"batch": setting.batch, "rounds": rounds}
+        found[name] |= {"rounds": rounds}
     return {name: row for name, row in found.items() if name != row["against"]}
 
 
@@ -252,7 +250,6 @@ def compare_loops(setting: Setting) -> Values:
         "efficiency": interval(_ratio(theirs / ours)),
         "throughput": setting.batch / statistics.median(ours),
         "bare_throughput": setting.batch / statistics.median(theirs),
-        "batch": setting.batch,
         "rounds": len(ours),
     }
 

@@ -317,13 +317,13 @@ def searched(setting: Setting, explores: bool) -> tuple[nn.Module, Search]:
 
 def asking(setting: Setting) -> Call:
     """Ask the teacher about ``images`` images, as it is once where its answers are kept."""
-    trainer = trainer_of(setting, setting.student(is_merged=True), setting.network())
-    objective, batches = trainer.objective, trainer.batches.epoch(0)
+    student = setting.student(is_merged=True)
+    objective, batches = trainer_of(setting, student, setting.network()).objective, setting.batches(student)
     assert isinstance(objective, Objective)
 
     def ask() -> None:
-        for batch in islice(batches, -(-setting.images // setting.batch)):
-            objective.ask(batch.images)
+        for images in batches:
+            objective.ask(images)
 
     return ask
 
@@ -386,14 +386,17 @@ def stretched(name: str, setting: Setting, few: int, some: int, judge: float = 0
     """Return the seconds of a task on ``setting.images`` images, from those on ``few`` and on ``some``.
 
     seconds = a + b images: what does not grow with images stays as it is. Beside the images ``judge`` times as many
-    judge. The task is done once before, on the fewest images there can be, which is not timed.
+    judge. Before, the model has seen a batch, which is not timed.
     """
-    times = {}
-    for images in (LEAST, few, some):
+    with torch.no_grad():
+        model = setting.network()
+        model(next(iter(Noise(input_size_of(model), setting.batch, setting.batch))))
+    times = []
+    for images in (few, some):
         short = replace(setting, images=images, judge=max(round(judge * images), LEAST))
-        times[images] = seconds_of(TASKS[name](short))
-    each = max(times[some] - times[few], 0.0) / max(some - few, 1)
-    return {"seconds": times[some] + each * (setting.images - some), "measured_seconds": times[some]}
+        times.append(seconds_of(TASKS[name](short)))
+    each = max(times[1] - times[0], 0.0) / (some - few)
+    return {"seconds": times[1] + each * (setting.images - some), "measured_seconds": times[1]}
 
 
 def seconds_of(call: Call) -> float:

@@ -78,15 +78,16 @@ def test_stages_are_in_units_of_a_dense_epoch_and_composed_ones_are_the_sums(
     monkeypatch.setattr(effort, "stretched", lambda *_: {"seconds": 20.0, "measured_seconds": 1.0})
     effort.stages(bench)
     updates = 2 * 4  # images of the updates measured, of 80 of an epoch
-    dense = bench.row(part="stages", stage=UNIT)
+    rows = {row.key["stage"]: row.values for row in Results.read(bench.recorder.file).where(batch=4, data="noise")}
+    assert rows.keys() == {*STAGES, *COMPOSED}
+    dense = rows[UNIT]
     assert (dense["seconds"], dense["epochs_of_dense"], dense["images_measured"]) == (4.0 * 80 / updates, 1.0, updates)
-    units = {name: bench.row(part="stages", stage=name)["epochs_of_dense"] for name in (*STAGES, *COMPOSED)}
+    units = {name: row["epochs_of_dense"] for name, row in rows.items()}
     assert units["recovery epoch"] == 0.5  # two seconds for the updates that took the dense model four
     assert units["calibration of 6 layers"] == 20 / 40
     assert units["merge"] == 2 / 40
     for name, parts in COMPOSED.items():
         assert units[name] == pytest.approx(sum(times * units[part] for part, times in parts.items()), rel=1e-4)
-    assert {bench.row(part="stages", stage=name)["data"] for name in STAGES} == {"noise"}
 
 
 def test_what_is_below_the_asked_for_is_said_in_words(bench: Bench) -> None:
@@ -129,7 +130,7 @@ def test_exponents_of_growth_are_fitted_again_when_a_row_is_new(monkeypatch: pyt
     def planted(power: int) -> Callable[..., dict[str, float]]:
         return lambda _, setting, *__: {"seconds": setting.arguments["depth"] ** power, "peak_bytes": 0}
 
-    key = {"part": "growth", "task": "merge", "against": "layers"}
+    key = {"part": "growth", "task": "merge", "pixels": 64, "width": 192, "against": "layers"}
     monkeypatch.setattr(effort, "measure", planted(1))
     effort.growth(bench)
     first = bench.row(**key)
@@ -151,6 +152,20 @@ def test_every_task_can_be_done(name: str, setting: Setting, bench: Bench) -> No
 @pytest.mark.slow
 def test_the_scan_of_every_style_can_be_done(setting: Setting) -> None:
     assert measure("every_style", setting, patience=0.0)["seconds"] > 0
+
+
+def test_quick_and_full_have_no_row_in_common(monkeypatch: pytest.MonkeyPatch, bench: Bench) -> None:
+    monkeypatch.setattr(effort, "measure", lambda *_: {"seconds": 1.0, "peak_bytes": 1 << 20})
+    monkeypatch.setattr(effort, "stretched", lambda *_: {"seconds": 1.0})
+    counts = []
+    for scale in (effort.FULL, effort.QUICK):
+        for part in ("stages", "growth", "memory"):
+            PARTS[part](replace(bench, scale=scale))
+        counts.append(len(Results.read(bench.recorder.file).rows))
+    fresh = Bench(Recorder(bench.recorder.file.with_name("quick.json")), effort.QUICK, bench.folder, is_apart=False)
+    for part in ("stages", "growth", "memory"):
+        PARTS[part](fresh)
+    assert counts[1] == counts[0] + len(Results.read(fresh.recorder.file).rows)
 
 
 def test_every_stage_names_a_task() -> None:
