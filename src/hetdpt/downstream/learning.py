@@ -156,7 +156,14 @@ def learn(
         return found[-1].score
 
     trainer = Trainer(
-        accelerator, OwnLoss(model), batches, config.training, evaluate=evaluate, keeper=keeper, watch=watch
+        accelerator,
+        OwnLoss(model),
+        batches,
+        config.training,
+        evaluate=evaluate,
+        keeper=keeper,
+        watch=watch,
+        is_new=True,
     )
     with closing(trainer.epochs()) as epochs:
         for epoch in epochs:

@@ -126,7 +126,7 @@ class Epoch:
     last: float | None
     """Score of the weights as they are now, in percent."""
     best: float | None
-    """The highest ``last`` so far, of equals that of the earliest epoch of training."""
+    """The highest ``last`` so far."""
     ema: float | None
     """Score of the moving average of the weights, in percent."""
     is_best: bool
@@ -193,9 +193,12 @@ class Trainer:
         keeper: Keeper | None = None,
         watch: Callable[[Progress], None] | None = None,
         companion: Companion | None = None,
+        is_new: bool = False,
     ) -> None:
+        """``is_new`` says that a part of the model begins untrained: its start is best only if nothing is as good."""
         self.accelerator, self.objective, self.batches, self.config = accelerator, objective, batches, config
         self.evaluate, self.keeper, self.watch, self.companion = evaluate, keeper, watch, companion
+        self._is_new = is_new
         self.steps = len(batches) // config.accumulate
         if not self.steps:
             raise TrainError(
@@ -390,9 +393,12 @@ class Trainer:
         )
 
     def _is_best(self, last: float) -> bool:
-        """Whether ``last`` is above all before it, or as high as before training, where nothing had been learned."""
-        best = self.at.best
-        return best is None or last > best or (last == best and self.at.best_epoch == 0)
+        """Whether ``last`` is above all before it, or, of what is new, as high as before training.
+
+        A start of recovery that is as good as what was trained stays the best: it took no training.
+        """
+        best, is_of_start = self.at.best, self.at.best_epoch == 0
+        return best is None or last > best or (self._is_new and is_of_start and last == best)
 
     def _share_buffers(self) -> None:
         """Give all processes the buffers of the first, such as the means of batch norms: its model is the one saved."""
