@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 from evidence import RESULTS, Results, Row
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from paper_printed import printed, said
 
 from hetdpt.studies.comparison import RIGHT, difference_of
 
@@ -148,6 +149,7 @@ def pages() -> Iterator[tuple[Path, str]]:
     reference = json.loads((REFERENCE / "reference.json").read_text())
     found = {"rows": rows, "row": row, "has": has, "study": study, "source": source, "reference": reference}
     environment.globals.update(**found, accuracy=accuracy, difference=difference, mean=mean)
+    environment.globals.update(printed=printed, said=said)
     environment.filters.update(times=times, percent=percent, signed=signed, giga=giga, mega=mega)
     for template in sorted(TEMPLATES.glob("[!_]*.md.j2")):
         text = environment.get_template(template.name).render()
