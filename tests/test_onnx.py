@@ -6,8 +6,9 @@ from pathlib import Path
 
 import onnx
 import pytest
+import torch
 from families import FAMILIES, Family, by_label, named
-from torch import nn
+from torch import Tensor, nn
 
 import hetdpt
 from hetdpt.errors import FileError, ModelError
@@ -33,6 +34,45 @@ def test_parity(label: str, tmp_path: Path) -> None:
     graph = onnx.load(result.path).graph
     assert graph.input[0].name == "images"
     assert graph.input[0].type.tensor_type.shape.dim[0].dim_param  # a name, not a number: the batch is dynamic
+
+
+def operations(path: Path) -> list[str]:
+    return [node.op_type for node in onnx.load(path).graph.node]
+
+
+@pytest.mark.parametrize("label", ["vit_tiny_patch16_224", "swin_tiny_patch4_window7_224"])
+def test_a_removed_attention_leaves_no_operation_behind(label: str, tmp_path: Path) -> None:
+    family = named(label)
+    hetdpt.export_onnx(family.build(), tmp_path / "dense.onnx", family.size)
+    pruned = hetdpt.prune_(family.build(), Plan(attention=tuple(range(family.attention))), family.size)
+    hetdpt.export_onnx(pruned, tmp_path / "pruned.onnx", family.size)
+    dense, left = operations(tmp_path / "dense.onnx"), operations(tmp_path / "pruned.onnx")
+    gone = {"Softmax", "Slice", "Mul"}  # attention, windows cut and rolled, scales
+    assert gone <= {*dense}
+    assert gone.isdisjoint(left)
+    assert "ConstantOfShape" not in left
+    positions = label == "vit_tiny_patch16_224"
+    assert left.count("Add") == 3 * family.activation + positions  # two biases and a residual add of every FFN
+
+
+class Broadcasting(nn.Module):
+    """Adds zeros that are larger than what they are added to; its output is such a sum, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, images: Tensor) -> Tensor:
+        zeros = images.new_zeros(()).expand(images.shape)
+        wide = images[:, :, :1] + zeros  # (B, C, 1, W) to (B, C, H, W)
+        return self.layer(wide) + zeros
+
+
+def test_a_sum_with_zeros_that_has_another_shape_or_is_an_output_stays(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    result = hetdpt.export_onnx(Broadcasting(), tmp_path / "model.onnx", (3, 4, 4))
+    assert result.relative_difference < PARITY
+    assert operations(result.path).count("Add") == 3
 
 
 @pytest.mark.slow

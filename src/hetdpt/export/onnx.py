@@ -6,6 +6,7 @@ import os
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,8 @@ from hetdpt.modules import clone, evaluating, random_images
 from hetdpt.surgery import gates_of, record_of
 
 BATCHES = (1, 3)  # one is traced with neither, so the batch is shown to be dynamic
+REARRANGING = {"Expand", "Reshape", "Transpose", "Slice", "Squeeze", "Unsqueeze", "Identity"}
+"""Operations that make zeros of zeros."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +106,39 @@ def _export(model: nn.Module, images: Tensor, path: Path) -> None:
             cause = first_line(error.__cause__ or error)
             raise ModelError(f"{type(model).__name__} cannot be exported to ONNX by this torch: {cause}") from error
         assert program is not None
+        _drop_zeros_(program.model)
         program.save(path, external_data=False)
+
+
+def _drop_zeros_(model: Any) -> None:
+    """Take x + 0 out of a graph, which is what a removed branch leaves, and all that only led up to these zeros.
+
+    No runtime does it by itself while the batch is dynamic. Where the sum may have another shape than x it stays.
+    """
+    from onnxscript.optimizer import remove_unused_nodes
+
+    zeros: set[Any] = set()
+    for node in model.graph:
+        if _is_zero(node, zeros):
+            zeros.update(node.outputs)
+        elif node.op_type == "Add" and not zeros.isdisjoint(node.inputs):
+            [total], kept = node.outputs, [value for value in node.inputs if value not in zeros]
+            is_output = any(total is output for output in model.graph.outputs)
+            if len(kept) == 1 and kept[0].shape is not None and kept[0].shape == total.shape and not is_output:
+                for user, number in tuple(total.uses()):
+                    user.replace_input_with(number, kept[0])
+    if zeros:
+        remove_unused_nodes(model)
+
+
+def _is_zero(node: Any, zeros: set[Any]) -> bool:
+    """Whether a node of the graph gives nothing but 0, given the values that are known to be."""
+    if node.op_type == "ConstantOfShape":
+        filled = node.attributes.get("value")
+        return filled is None or not filled.value.numpy().any()
+    if node.op_type == "Concat":  # with slices, what rolls an image
+        return zeros.issuperset(node.inputs)
+    return node.op_type in REARRANGING and node.inputs[0] in zeros
 
 
 @torch.inference_mode()
