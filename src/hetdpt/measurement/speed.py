@@ -31,6 +31,8 @@ class Rounds:
     runs: int
     warmup: int
     seconds: float | None = None
+    settle: bool = False
+    """Whether each call first runs once untimed: threads of another runtime spin for a while after they have worked."""
 
 
 @dataclass(frozen=True)
@@ -209,7 +211,7 @@ def _interleave(
         if turn >= MIN_ROUNDS and time.perf_counter() > deadline:
             break
         shift = turn % len(names)
-        row = {name: _time_once(calls[name], device) for name in names[shift:] + names[:shift]}
+        row = {name: _time_once(calls[name], device, rounds.settle) for name in names[shift:] + names[:shift]}
         if turn >= 0:
             times.append(row)
         if progress:
@@ -217,7 +219,9 @@ def _interleave(
     return {name: np.array([row[name] for row in times]) for name in names}
 
 
-def _time_once(call: Callable[[], object], device: torch.device) -> float:
+def _time_once(call: Callable[[], object], device: torch.device, settle: bool = False) -> float:
+    if settle:
+        call()
     synchronize(device)
     start = time.perf_counter()
     call()
