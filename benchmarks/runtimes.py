@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import math
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -208,25 +209,48 @@ def profiled(models: dict[str, nn.Module], images: Tensor, runs: int) -> Iterato
                 with record_function(name):
                     model(images)
     passes = [event for event in profiler.events() if event.name in models and event.cpu_parent is None]
-    found: dict[str, list[dict[str, list[float]]]] = {name: [] for name in models}
+    found: dict[str, list[dict[str, list[Operation]]]] = {name: [] for name in models}
     for event in passes[WARMUP * len(models) :]:
         found[event.name].append(_by_kind(event))
     for kind in sorted({kind for rows in found.values() for row in rows for kind in row}):
-        spent = {name: [row.get(kind, []) for row in rows] for name, rows in found.items()}
-        values = {f"{name}_milliseconds": round(statistics.median(map(sum, rows)), 4) for name, rows in spent.items()}
-        yield kind, {**values, **{f"{name}_calls": len(rows[0]) for name, rows in spent.items()}}
+        values: dict[str, Any] = {}
+        for name, rows in found.items():
+            spent = [sum(one.milliseconds for one in row.get(kind, [])) for row in rows]
+            once = rows[0].get(kind, [])
+            values[f"{name}_milliseconds"] = round(statistics.median(spent), 4)
+            values |= {f"{name}_calls": len(once), f"{name}_macs": sum(one.macs for one in once)}
+        yield kind, values
 
 
-def _by_kind(event: FunctionEvent) -> dict[str, list[float]]:
-    """Return the milliseconds of every operation in one pass, by kind; linear layers by their sizes."""
-    found = defaultdict(list, {PYTHON: [event.self_cpu_time_total / 1e3]})
+@dataclass(frozen=True)
+class Operation:
+    """One operation that ran."""
+
+    milliseconds: float
+    macs: int = 0
+
+
+def _by_kind(event: FunctionEvent) -> dict[str, list[Operation]]:
+    """Return the operations of one pass by kind, linear layers by their sizes; what none of them has is Python's."""
+    found = defaultdict(list, {PYTHON: [Operation(event.self_cpu_time_total / 1e3)]})
     for child in event.cpu_children:
-        kind = OPERATIONS.get(child.name, "other operations")
+        kind, shapes = OPERATIONS.get(child.name, "other operations"), child.input_shapes
         if child.name == "aten::linear":
-            outputs, inputs = child.input_shapes[1]
+            outputs, inputs = shapes[1]
             kind = f"linear {inputs} to {outputs}"
-        found[kind].append(child.cpu_time_total / 1e3)
+        found[kind].append(Operation(child.cpu_time_total / 1e3, _macs(child.name, shapes)))
     return found
+
+
+def _macs(operation: str, shapes: list[list[int]]) -> int:
+    """Return the multiply-accumulates of one operation, by the shapes of what it is given; 0 for all but three."""
+    if operation == "aten::linear":  # (..., inputs), (outputs, inputs)
+        return math.prod(shapes[0]) * shapes[1][0]
+    if operation == "aten::scaled_dot_product_attention":  # (B, heads, N, d) each of query, key and value
+        return math.prod(shapes[0]) * (shapes[1][2] + shapes[2][2])
+    if operation == "aten::conv2d":  # (B, C, H, W), (outputs, C, k, k): patches, so each pixel is seen once
+        return math.prod(shapes[0]) * shapes[1][0]
+    return 0
 
 
 def _milliseconds(seconds: np.ndarray) -> list[float]:
@@ -261,7 +285,8 @@ def explain(recorder: Recorder, name: str, batches: list[int], runs: int) -> Non
             calls = {variant: partial(model, images) for variant, model in models.items()}
             times = _interleave(calls, images.device, Rounds(runs, WARMUP))
             spent = {f"{variant}_milliseconds": _milliseconds(row) for variant, row in times.items()}
-            recorder.add({"model": name, "batch": batch, "operation": "all"}, **spent)
+            macs = {f"{variant}_macs": batch * Costs.of(model, size).macs for variant, model in models.items()}
+            recorder.add({"model": name, "batch": batch, "operation": "all"}, **spent, **macs)
 
 
 def main() -> None:

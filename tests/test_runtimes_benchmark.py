@@ -112,6 +112,8 @@ def test_the_profile_knows_every_operation(models: dict[str, nn.Module]) -> None
     assert calls["linear 48 to 192"] == (3, 1, 1)
     assert calls["attention products and softmax"] == (3, 2, 2)
     assert all(row["pruned_milliseconds"] >= 0 for row in rows.values())
+    for name, model in models.items():  # no multiply-accumulate is left out
+        assert sum(row[f"{name}_macs"] for row in rows.values()) == 2 * hetdpt.count_macs(model, (3, 32, 32))
 
 
 def test_what_is_measured_is_not_measured_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
