@@ -63,8 +63,10 @@ class TestLeastSquares:
         for start, stop in ((0, 1), (1, 400), (400, 401), (401, 999)):
             parts.add(x[start:stop], y[start:stop], weight[start:stop])
         one, other = fit_linear([whole]), fit_linear([parts])
-        torch.testing.assert_close(one.weight, other.weight, rtol=1e-10, atol=1e-10)
-        torch.testing.assert_close(one.bias, other.bias, rtol=1e-10, atol=1e-10)
+        assert max(one.ridge, other.ridge) <= 1e-10, "noise of its own scale: none is needed"
+        # Ridges so small fit alike, so that rounding picks one; it moves what is fitted by a few times its size.
+        torch.testing.assert_close(one.weight, other.weight, rtol=1e-10, atol=2e-9)
+        torch.testing.assert_close(one.bias, other.bias, rtol=1e-10, atol=2e-9)
         assert abs(one.r2 - other.r2) < 1e-10
 
     def test_is_the_solution_that_torch_finds(self) -> None:

@@ -174,7 +174,9 @@ def load(directory: str | Path) -> nn.Module:
         state = load_file(weights)
     except SafetensorError as error:
         raise FileError(f"{weights} cannot be read: {error}") from None
-    return with_weights(Recipe.from_dict(values, str(source / RECIPE)), state, str(weights))
+    # Tensors of the file begin anywhere in memory, and some processors add up in another order where they do.
+    aligned = {name: state.pop(name).clone() for name in list(state)}
+    return with_weights(Recipe.from_dict(values, str(source / RECIPE)), aligned, str(weights))
 
 
 def with_weights(recipe: Recipe, state: dict[str, Tensor], name: str) -> nn.Module:
