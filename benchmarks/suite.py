@@ -42,7 +42,7 @@ SUITE = (
     Step("paper.py", ("speed",), ("speed", "--quick"), "paper_speed"),
     Step("runtimes.py", (), ("--quick",), "runtimes"),
     Step("effort.py", (), ("--quick",), "effort"),
-    Step("peers.py", (), ("--quick",), "peers", needs_data=True, processes=2),
+    Step("peers.py", (), None, "peers", needs_data=True, processes=2),
     Step("accuracy.py", ("demo", "--seeds", "3"), None, "accuracy", processes=2),
     Step("accuracy.py", ("vit-tiny", "--seeds", "3"), None, "accuracy", needs_data=True, processes=2),
 )
