@@ -106,14 +106,14 @@ def compare(name: str, removal: str, recorder: Recorder, options: argparse.Names
     config, model = config_of(case, removal, options), case.model()
     samples = read_samples(case.samples, model) if case.samples else None
     plans: dict[Cell | None, Chosen] = {}
-    place = Workplace(batch=8)
-    for done in compare_into(RUNS / f"accuracy-{name}-{removal}", model, case.data, config, place, samples=samples):
+    directory, place = options.work / f"accuracy-{name}-{removal}", Workplace(batch=8)
+    for done in compare_into(directory, model, case.data, config, place, samples=samples):
         if isinstance(done, Sampled):
             continue
         cell, outcome = done.task.cell, done.outcome
         if isinstance(outcome, Chosen):
             plans[cell] = outcome
-        elif isinstance(outcome, Trained):
+        elif isinstance(outcome, Trained) and not recorder.has(**key_of(name, removal, cell)):
             recorder.add(key_of(name, removal, cell), **values_of(outcome, plans.get(cell)))
 
 
@@ -139,6 +139,7 @@ def main() -> None:
     parser.add_argument("--layers")
     parser.add_argument("--methods", default="all")
     parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--work", type=Path, default=RUNS, help="where the comparisons have their directories")
     parser.add_argument("--out", type=Path, default=RESULTS / "accuracy.json")
     options = parser.parse_args()
     recorder = Recorder(options.out)

@@ -198,7 +198,7 @@ def single_blocks(bench: Bench) -> Iterator[tuple[list[int], nn.Module]]:
     """Yield 1, 2, ... blocks replaced by a map each, chosen greedily by damage and fitted again in order."""
     chosen: list[int] = []
     for _ in range(BLOCKS):
-        left = [block for block in range(12) if block not in chosen]
+        left = [block for block in range(len(bench.model.blocks)) if block not in chosen]
         current = with_blocks(bench, [(block, block) for block in sorted(chosen)])
         tried = {block: with_blocks(bench, [(block, block)], current) for block in left}
         best = min(left, key=lambda block: measure_damage(bench.model, tried[block], bench.judge))
@@ -208,8 +208,9 @@ def single_blocks(bench: Bench) -> Iterator[tuple[list[int], nn.Module]]:
 
 def runs_of_blocks(bench: Bench) -> Iterator[tuple[list[int], nn.Module]]:
     """Yield 1, 2, ... consecutive blocks replaced by a single map, the run with the least damage."""
+    depth = len(bench.model.blocks)
     for length in range(1, BLOCKS + 1):
-        tried = {first: with_blocks(bench, [(first, first + length - 1)]) for first in range(13 - length)}
+        tried = {first: with_blocks(bench, [(first, first + length - 1)]) for first in range(depth + 1 - length)}
         damages = {first: measure_damage(bench.model, model, bench.judge) for first, model in tried.items()}
         first = min(damages, key=damages.__getitem__)
         yield [*range(first, first + length)], tried[first]
@@ -219,8 +220,9 @@ def runs_of_blocks(bench: Bench) -> Iterator[tuple[list[int], nn.Module]]:
 def with_blocks(bench: Bench, spans: list[tuple[int, int]], model: nn.Module | None = None) -> nn.Module:
     """Return a copy of the model with each span of blocks replaced by one map, fitted in order."""
     student = clone(model or bench.model)
+    width = student.embed_dim
     for first, last in spans:
-        folds = [Moments(192, 192) for _ in range(4)]
+        folds = [Moments(width, width) for _ in range(4)]
         for number, images in enumerate(bench.batches):
             ends: dict[str, Tensor] = {}
             hooks = [

@@ -8,7 +8,7 @@
 times all of a target in turns. Several processes may be started with the same command: they share what is to be done. A
 kill loses what was under way. Needs ``../shared/data`` and says so where it is absent.
 
-A peer is too coarse where it takes whole blocks: then it has the number of blocks nearest to the target.
+What is counted in layers, blocks or tokens has the number that is nearest to the target.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ import json
 import re
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -39,6 +40,7 @@ from hetdpt.claims import Claim, work
 from hetdpt.data.labelled import LabelledBatches
 from hetdpt.data.sources import open_data
 from hetdpt.measurement.accuracy import wilson_interval
+from hetdpt.measurement.agreement import measure_damage
 from hetdpt.modules import clone
 from hetdpt.recipes import recipe
 from hetdpt.selection.damage import choose
@@ -78,10 +80,25 @@ class Bench(oneshot.Bench):
 
     def with_gradients(self) -> nn.Module:
         """Return a copy of the model that holds the gradients of the labelled images' loss."""
-        copy = clone(self.model).requires_grad_(True)
+        copy = deepcopy(self.model).requires_grad_(True)
+        copy.zero_grad()
         for images, labels in self.labelled:
             F.cross_entropy(copy(images), labels, reduction="sum").backward()
         return copy
+
+
+Build = Callable[[Bench, Made], nn.Module]
+
+
+def nearest(bench: Bench, target: float, candidates: Iterable[Made], build: Build) -> Made:
+    """Return the candidate whose MACs are nearest to ``target``; each has fewer than the one before."""
+    distances = list[tuple[float, Made]]()
+    for made in candidates:
+        macs = bench.macs(build(bench, made))
+        distances.append((abs(macs - target), made))
+        if macs <= target:
+            break
+    return min(distances, key=lambda pair: pair[0])[1]
 
 
 # Orders: what is chosen one after another, once for all targets
@@ -128,16 +145,17 @@ ORDERS: dict[str, Callable[[Bench, float], list[Any]]] = {
 
 
 def some_layers(bench: Bench, target: float, order: str, removal: Any) -> Made:
-    """Return the first layers of ``order`` without which the MACs are at most ``target``."""
+    """Return the first layers of ``order``, as many as bring the MACs nearest to ``target``."""
     layers = bench.order(order)
-    enough = (n for n in range(len(layers) + 1) if bench.macs(shallow(bench, layers[:n], removal)) <= target)
-    return {"layers": layers[: next(enough)], "removal": removal}
+    return nearest(
+        bench, target, [{"layers": layers[:n], "removal": removal} for n in range(1, len(layers) + 1)], shallow
+    )
 
 
-def shallow(bench: Bench, layers: Sequence[Any], removal: Any) -> nn.Module:
-    """Return the model without these layers, not fitted: the costs are right, the answers are not."""
-    copy = ready(bench.model, removal, SIZE)
-    for kind, block in layers:
+def shallow(bench: Bench, made: Made) -> nn.Module:
+    """Return the model without the layers, not fitted: the costs are right, the answers are not."""
+    copy = ready(bench.model, made["removal"], SIZE)
+    for kind, block in made["layers"]:
         site = next(site for site in hetdpt.sites(copy) if (site.kind, site.block) == (kind, block))
         copy = without(copy, site)
     return merge_(copy)
@@ -155,16 +173,26 @@ def calibrated(bench: Bench, made: Made) -> nn.Module:
     return calibrate_(clone(bench.model), plan, bench.batches)
 
 
-def half_way(bench: Bench, target: float) -> Made:
-    """Return layers that save half of what is to be saved."""
-    return some_layers(bench, (bench.dense_macs + target) / 2, "layers", LINEAR)
+# Depth and something else
+
+
+def with_layers(bench: Bench, target: float, rest: Callable[[Bench, float, Made], Made], build: Build) -> Made:
+    """Return layers, at least one, and what has to go besides: the mixture that does the least damage."""
+    layers = bench.order("layers")
+    mixtures = list[Made]()
+    for count in range(1, len(layers) + 1):
+        made = {"layers": layers[:count], "removal": LINEAR}
+        if bench.macs(shallow(bench, made)) <= target:
+            break
+        mixtures.append({**made, **rest(bench, target, made)})
+    return min(mixtures, key=lambda made: measure_damage(bench.model, build(bench, made), bench.judge))
 
 
 # Width
 
 
-def then_narrower(bench: Bench, target: float) -> Made:
-    return {**half_way(bench, target), "macs": target}
+def width_for(bench: Bench, target: float, made: Made) -> Made:
+    return {"macs": target}
 
 
 def narrowed(bench: Bench, made: Made) -> nn.Module:
@@ -190,7 +218,7 @@ def cut(given: nn.Module, ratio: float, heads: bool) -> nn.Module:
     As in the package's example for timm's ViT with --bottleneck and --global_pruning: hidden features and, with
     ``heads``, dimensions of heads go, the stream stays. Like is compared with like (isomorphic), its newest ranking.
     """
-    copy = clone(given).requires_grad_(True)
+    copy = deepcopy(given)
     for mine, theirs in zip(copy.parameters(), given.parameters(), strict=True):
         mine.grad = theirs.grad
     blocks = list(copy.blocks)
@@ -226,34 +254,25 @@ def keep_temperature_(attention: nn.Module) -> None:
 # Tokens
 
 
-def tokens_for(bench: Bench, target: float) -> Made:
-    return {"r": least_r(bench, bench.model, target)}
-
-
-def layers_and_tokens_for(bench: Bench, target: float) -> Made:
-    made = half_way(bench, target)
-    return {**made, "r": least_r(bench, shallow(bench, made["layers"], LINEAR), target)}
-
-
-def least_r(bench: Bench, model: nn.Module, target: float) -> int:
-    """Return how many tokens have to merge in each block."""
-    return next(r for r in range(1, 99) if bench.macs(merging(clone(model), {"r": r})) <= target)
+def tokens_for(bench: Bench, target: float, made: Made | None = None) -> Made:
+    """Return how many tokens merge in each block, of the dense model or of one that has lost layers."""
+    model = shallow(bench, made) if made else bench.model
+    return nearest(bench, target, [{"r": r} for r in range(1, 17)], lambda _, made: merging(clone(model), made))
 
 
 def merging(model: nn.Module, made: Made) -> nn.Module:
     return hetdpt.reduce_tokens_(model, hetdpt.Tokens("tome", made["r"]))
 
 
+def shallow_and_merging(bench: Bench, made: Made) -> nn.Module:
+    return merging(without_layers(bench, made), made)
+
+
 # Whole blocks
 
 
-def nearest(bench: Bench, target: float, made_of: Callable[[int], list[int]], build: Build, most: int) -> Made:
-    """Return the blocks whose loss brings the MACs nearest to ``target``."""
-
-    def distance(count: int) -> float:
-        return abs(bench.macs(build(bench, {"blocks": made_of(count)})) - target)
-
-    return {"blocks": made_of(min(range(1, most + 1), key=distance))}
+def some_blocks(bench: Bench, target: float, made_of: Callable[[int], list[int]], build: Build, most: int) -> Made:
+    return nearest(bench, target, [{"blocks": made_of(count)} for count in range(1, most + 1)], build)
 
 
 def last_blocks(bench: Bench, count: int) -> list[int]:
@@ -268,9 +287,6 @@ def without_blocks(bench: Bench, made: Made) -> nn.Module:
 
 def with_linear_blocks(bench: Bench, made: Made) -> nn.Module:
     return with_blocks(bench, [(block, block) for block in made["blocks"]])
-
-
-Build = Callable[[Bench, Made], nn.Module]
 
 
 @dataclass(frozen=True)
@@ -292,25 +308,27 @@ PEERS = (
          "layers, constants"),
     Peer("hetdpt, linear", "as hetdpt, a linear map in the place of an attention layer",
          lambda bench, target: some_layers(bench, target, "layers", LINEAR), without_layers, "layers"),
-    Peer("hetdpt+", "half of the saving by layers, the rest by width, refitted", then_narrower, narrowed, "layers"),
-    Peer("hetdpt + ToMe", "half of the saving by layers, the rest by merging tokens", layers_and_tokens_for,
-         lambda bench, made: merging(without_layers(bench, made), made), "layers"),
+    Peer("hetdpt+", "some layers, the rest by width, refitted; how many, damage decides",
+         lambda bench, target: with_layers(bench, target, width_for, narrowed), narrowed, "layers"),
+    Peer("hetdpt + ToMe", "some layers, the rest by merging tokens; how many, damage decides",
+         lambda bench, target: with_layers(bench, target, tokens_for, shallow_and_merging), shallow_and_merging,
+         "layers"),
     Peer("Torch-Pruning", "hidden features and dimensions of heads, by isomorphic Taylor (torch-pruning)",
          partial(ratio_for, heads=True), torch_pruned),
     Peer("Torch-Pruning, hidden", "hidden features alone, by isomorphic Taylor (torch-pruning)",
          partial(ratio_for, heads=False), torch_pruned),
     Peer("block drop", "whole blocks of the least influence (ShortGPT)",
-         lambda bench, target: nearest(
+         lambda bench, target: some_blocks(
              bench, target, lambda n: sorted(bench.order("influence")[:n]), without_blocks, 6),
          without_blocks, "influence"),
     Peer("block linear", "whole blocks replaced by fitted linear maps (ReplaceMe)",
-         lambda bench, target: nearest(
+         lambda bench, target: some_blocks(
              bench, target, lambda n: bench.order("linear blocks")[n - 1], with_linear_blocks, oneshot.BLOCKS),
          with_linear_blocks, "linear blocks"),
     Peer("ToMe", "alike tokens merge in every block (ToMe)", tokens_for,
          lambda bench, made: merging(clone(bench.model), made)),
     Peer("truncate", "the first blocks, then norm and head (early exit)",
-         lambda bench, target: nearest(
+         lambda bench, target: some_blocks(
              bench, target, lambda n: last_blocks(bench, n), without_blocks, 6),
          without_blocks),
 )  # fmt: skip
@@ -385,10 +403,10 @@ class Job:
         return {"what": peer.what, "made": json.dumps(made), **scores(bench, peer.build(bench, made))}
 
     def student(self, task: Key) -> nn.Module:
-        """Return the student that was scored, built again."""
+        """Return the student that was scored, built again, with weights of its own: they may be trained."""
         row = self.results.find(part="one-shot", peer=task["peer"], target=task["target"])
         assert row
-        return BY_NAME[task["peer"]].build(self.bench, json.loads(row.values["made"]))
+        return deepcopy(BY_NAME[task["peer"]].build(self.bench, json.loads(row.values["made"])))
 
     def recover(self, task: Key) -> Made:
         """Return what a student gets right after the fine-tuning that all have."""

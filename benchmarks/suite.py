@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
+import shutil
 import subprocess
 import sys
 import time
@@ -37,13 +39,16 @@ class Step:
     """That share the work of the full version, one core each."""
 
 
+# What needs no search of many layers.
+QUICK_PEERS = ("one-shot", "--targets", "0.84", "--peers", "block drop", "ToMe", "truncate", "--work", f"{QUICK}/peers")
+QUICK_METHODS = ("demo", "--removal", "calibrated", "--layers", "4", "--methods", "hetdpt,random", "--work", f"{QUICK}")
 SUITE = (
     Step("paper.py", ("costs",), ("costs", "--quick"), "paper_costs"),
     Step("paper.py", ("speed",), ("speed", "--quick"), "paper_speed"),
     Step("runtimes.py", (), ("--quick",), "runtimes"),
     Step("effort.py", (), ("--quick",), "effort"),
-    Step("peers.py", (), None, "peers", needs_data=True, processes=2),
-    Step("accuracy.py", ("demo", "--seeds", "3"), None, "accuracy", processes=2),
+    Step("peers.py", (), QUICK_PEERS, "peers", needs_data=True, processes=2),
+    Step("accuracy.py", ("demo", "--seeds", "3"), QUICK_METHODS, "accuracy", processes=2),
     Step("accuracy.py", ("vit-tiny", "--seeds", "3"), None, "accuracy", needs_data=True, processes=2),
 )
 
@@ -63,16 +68,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true")
     options = parser.parse_args()
+    if options.quick:
+        shutil.rmtree(QUICK, ignore_errors=True)
     failed: list[str] = []
     for step in SUITE:
-        name = f"{step.script} {' '.join(step.full)}".strip()
+        name = shlex.join([step.script, *((step.quick or ()) if options.quick else step.full)])
         if options.quick and step.quick is None:
             continue
         if step.needs_data and not IMAGENET.is_dir():
             print(f"{name}: left out, because {IMAGENET} is absent", flush=True)
             continue
         begun = time.monotonic()
-        print(f"{name}", flush=True)
+        print(name, flush=True)
         if not take(step, options.quick):
             failed.append(name)
         print(f"{name}: {time.monotonic() - begun:.0f} s", flush=True)
