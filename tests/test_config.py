@@ -331,6 +331,12 @@ def test_what_is_written_is_what_is_read(made: RunConfig) -> None:
     assert read(made.to_yaml(), changes=None) == made
 
 
+@pytest.mark.parametrize("text", ["0E0", "1e5", "1e5x", "1.e-3", "12", "1.5", "null", "yes", "~"])
+def test_a_text_that_looks_like_a_number_stays_a_text(text: str) -> None:
+    made = RunConfig.resolve(changes={**REQUIRED, "layers": 4, "data": text})
+    assert read(made.to_yaml(), changes=None).data == text
+
+
 def test_what_is_written_does_not_hang_on_the_defaults() -> None:
     far = RunConfig.resolve(recipe="cifar100", changes={**REQUIRED, "layers": 4, "keep": "ema"})
     assert read(far.to_yaml(), changes=None) == far != config()

@@ -242,7 +242,7 @@ class RunConfig:
 
     def to_yaml(self) -> str:
         """Return every setting as YAML, which ``resolve`` reads again."""
-        text: str = yaml.safe_dump(_plain(asdict(self)), sort_keys=False, allow_unicode=True)
+        text: str = yaml.dump(_plain(asdict(self)), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
         return ABOUT + text
 
     @property
@@ -484,7 +484,14 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]
         return found
 
 
-_Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+"), [*"-+0123456789"])
+class _Dumper(yaml.SafeDumper):  # type: ignore[misc]
+    """Quotes the texts that the loader would take for numbers."""
+
+
+for _side in (_Loader, _Dumper):
+    _side.add_implicit_resolver(
+        "tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), [*"-+0123456789"]
+    )
 
 
 def _read(file: Path) -> dict[str, Any]:
