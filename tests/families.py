@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -157,10 +158,35 @@ GATED_HF = [
 ]
 
 FAMILIES = [*TIMM, *HF, *GATED_HF]
+LARGE = [
+    "volo_d1_224",
+    "crossvit_tiny_240",
+    "mvitv2_tiny",
+    "davit_tiny",
+    "nest_tiny",
+    "gcvit_xxtiny",
+    "maxvit_pico_rw_256",
+    "coatnet_nano_rw_224",
+    "tiny_vit_5m_224",
+    "efficientformerv2_s0",
+    "mobilevit_xxs",
+    "nextvit_small",
+    "fastvit_sa12",
+    "shvit_s1",
+    "lowformer_b0",
+    "csatv2",
+    "vitamin_small_224",
+]
 
 
 def by_label(family: Family) -> str:
     return family.label
+
+
+def sparing(families: list[Family]) -> list[Any]:
+    """Return the rows of a test that takes seconds: the large ones are slow."""
+    large = {label: [pytest.mark.slow] for label in LARGE}
+    return [pytest.param(family, id=family.label, marks=large.get(family.label, [])) for family in families]
 
 
 def named(label: str) -> Family:

@@ -236,6 +236,7 @@ def test_scores_of_sums() -> None:
     assert (scores.low, scores.high) == wilson_interval(3, 5)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not SHARED.is_dir(), reason="the ImageNet sample of ../shared/data is not on this machine")
 def test_a_real_model_on_real_images() -> None:
     """A pretrained ViT-Tiny has 72.4 % on these 1,000 images, by timm's own transform (../shared/data/README.md)."""

@@ -471,7 +471,9 @@ def test_the_way_a_function_is_written_makes_no_difference(way: str, style: str,
     assert all(distance(one, other) < ROUNDING for one, other in zip(merged, pruned, strict=True))
 
 
-@pytest.mark.parametrize("style", ["constant", "position", "linear"])
+@pytest.mark.parametrize(
+    "style", [*(pytest.param(style, marks=pytest.mark.slow) for style in ("constant", "position")), "linear"]
+)
 def test_onnx(vit: Family, style: str, tmp_path: Path) -> None:
     model = hetdpt.merge_(calibrate_(vit.build(), Plan((1,), (2,), removal=(style, "calibrated")), batches_of(vit)))
     assert hetdpt.export_onnx(model, tmp_path / "model.onnx").largest_difference < 1e-4
@@ -637,6 +639,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 """
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_images() -> None:
     """64 batches more are 100 MiB of images, and 1.2 GiB of hidden features."""
     peaks = [

@@ -276,6 +276,7 @@ def test_processes_share_the_steps(home: Path, whole: Path, tmp_path: Path) -> N
     assert samples(out) == samples(whole)
 
 
+@pytest.mark.slow
 def test_a_step_of_another_process_is_waited_for(home: Path, whole: Path, tmp_path: Path) -> None:
     """One has the whole chain from its first step; a second one that wants the step after it waits, then goes on."""
     out = tmp_path / "run"
@@ -292,6 +293,7 @@ def test_a_step_of_another_process_is_waited_for(home: Path, whole: Path, tmp_pa
     assert samples(out) == samples(whole)
 
 
+@pytest.mark.slow
 def test_processes_of_one_group_are_refused(home: Path, tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "hetdpt"]
     command = [*torchrun, "collect", home / "dense", "--out", tmp_path / "run", *OPTIONS, "--device", "cpu"]
@@ -401,6 +403,7 @@ def test_what_no_predictor_could_be_fitted_to_is_not_begun(tmp_path: Path) -> No
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_no_attention_is_left_to_choose_by(dense: nn.Module, tmp_path: Path) -> None:
     found = collect_into(tmp_path / "run", dense, "demo", config(rounds=(0, 0, 3), fine_tunes=False, removal="plain"))
     with pytest.raises(PredictError, match="^no activation layer can be chosen: the model answers the same to all"):

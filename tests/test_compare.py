@@ -219,6 +219,7 @@ def test_a_choice_keeps_its_scores(done: list[Done]) -> None:
         assert [pick.score == 0 for pick in outcome.picks] == [cell.method == "random"] * 2  # which has none
 
 
+@pytest.mark.slow
 def test_fewer_layers_are_the_beginning_of_more_and_are_not_chosen_again(
     dense: nn.Module, data: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -337,6 +338,7 @@ def test_another_question_is_refused(home: Path, whole: Comparison, dense: nn.Mo
     assert Comparison.read(out) == whole
 
 
+@pytest.mark.slow
 def test_samples_are_collected_on_images_held_out(dense: nn.Module, data: Data, tmp_path: Path) -> None:
     brief = recipe("brief").config.with_settings(BRIEF)
     collection = CollectConfig(recovery=brief, images=24, rounds=(1, 2, 1), fine_tunes=False)

@@ -26,6 +26,7 @@ def test_the_model_has_12_blocks_in_3_megabytes_and_reads_digits() -> None:
     assert scores.top1 > LEAST_ACCURACY
 
 
+@pytest.mark.slow
 def test_the_recipe_gives_this_model_and_the_same_bits_twice_with_any_number_of_threads(tmp_path: Path) -> None:
     threads, told = torch.get_num_threads(), list[tuple[int, int]]()
     accuracies = [

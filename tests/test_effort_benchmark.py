@@ -154,6 +154,7 @@ def test_the_scan_of_every_style_can_be_done(setting: Setting) -> None:
     assert measure("every_style", setting, patience=0.0)["seconds"] > 0
 
 
+@pytest.mark.slow
 def test_quick_and_full_have_no_row_in_common(monkeypatch: pytest.MonkeyPatch, bench: Bench) -> None:
     monkeypatch.setattr(effort, "measure", lambda *_: {"seconds": 1.0, "peak_bytes": 1 << 20})
     monkeypatch.setattr(effort, "stretched", lambda *_: {"seconds": 1.0})
@@ -194,6 +195,7 @@ def hold(megabytes: int) -> int:
     return pruning_tasks.peak() - before - (kept.nbytes - (megabytes << 20))
 
 
+@pytest.mark.slow
 def test_memory_is_that_of_a_process_of_its_own(setting: Setting) -> None:
     assert apart(os.getpid) != os.getpid()
     found = [apart(hold, megabytes) / (1 << 20) for megabytes in (200, 20)]

@@ -258,6 +258,7 @@ def test_stopped_in_the_gradients_it_comes_to_the_same(dense: nn.Module, whole: 
     assert again.result == read_results(whole).disparities[0]
 
 
+@pytest.mark.slow
 def test_killed_in_a_fine_tuning_it_comes_to_the_same(home: Path, whole: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     shutil.copytree(whole, out)

@@ -40,7 +40,9 @@ def operations(path: Path) -> list[str]:
     return [node.op_type for node in onnx.load(path).graph.node]
 
 
-@pytest.mark.parametrize("label", ["vit_tiny_patch16_224", "swin_tiny_patch4_window7_224"])
+@pytest.mark.parametrize(
+    "label", ["vit_tiny_patch16_224", pytest.param("swin_tiny_patch4_window7_224", marks=pytest.mark.slow)]
+)
 def test_a_removed_attention_leaves_no_operation_behind(label: str, tmp_path: Path) -> None:
     family = named(label)
     hetdpt.export_onnx(family.build(), tmp_path / "dense.onnx", family.size)

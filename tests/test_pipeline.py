@@ -273,6 +273,7 @@ class TestOtherWays:
         assert [record.name for record in read_stages(tmp_path / "run")] == ["analyse"]
         assert not (tmp_path / "run" / "summary.json").exists()
 
+    @pytest.mark.slow
     def test_a_method_without_a_split_has_no_samples(self, home: Path, tmp_path: Path) -> None:
         found: list[Event] = []
         config = asked(home, out=tmp_path / "run", method="random", rounds=None, compare=[])
@@ -287,6 +288,7 @@ class TestOtherWays:
         one, other = (StageRecord.read(stage_directory(out, "fit")).result for out in (done, tmp_path / "run"))
         assert one["formula"] == other["formula"]
 
+    @pytest.mark.slow
     def test_a_missed_speedup_says_by_how_much_and_offers_the_next_budget(
         self, home: Path, done: Path, tmp_path: Path
     ) -> None:
@@ -333,6 +335,7 @@ class TestOtherWays:
             hetdpt.run(asked(home, out=tmp_path / "run", **goal), until="collect")
         hetdpt.run(asked(home, out=tmp_path / "run"), until="analyse")  # and another goal can follow
 
+    @pytest.mark.slow
     def test_a_model_of_transformers(self, tmp_path: Path) -> None:
         config = transformers.ViTConfig(
             hidden_size=16, num_hidden_layers=3, num_attention_heads=2, intermediate_size=32, image_size=16,
@@ -353,6 +356,7 @@ class TestOtherWays:
         with pytest.raises(FileError, match="is a file; give a directory for the run"):
             hetdpt.run(asked(home, out=tmp_path / "config.yaml"))
 
+    @pytest.mark.slow
     def test_a_method_that_cannot_take_so_many_is_left_out_of_the_comparison(
         self, home: Path, done: Path, tmp_path: Path
     ) -> None:
@@ -363,6 +367,7 @@ class TestOtherWays:
         assert "attention-only is not compared: 4 layers go, and there are 3 that it could take" in summary.warnings
         assert "map+te is not compared: there are no samples to split its budget by" in summary.warnings
 
+    @pytest.mark.slow
     def test_width_goes_after_layers_until_the_goal_is_met(self, home: Path, done: Path, tmp_path: Path) -> None:
         dense, found = hetdpt.load(home / "dense"), list[Event]()
         samples = {"samples": stage_directory(done, "collect") / "work", "rounds": None}

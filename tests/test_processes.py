@@ -147,6 +147,7 @@ def test_a_damaged_checkpoint_is_passed_over(home: Path, whole: Path, tmp_path: 
     same_end(whole, out)
 
 
+@pytest.mark.slow
 def test_a_finished_run_is_told_and_another_wish_is_refused(home: Path, whole: Path) -> None:
     before = record(whole)
     result = finish([sys.executable, *recovery(home, whole, *RANDOM)])
@@ -239,6 +240,7 @@ def test_sharded_over_two_processes_and_killed_once(home: Path, tmp_path: Path) 
     assert record(plain)[-1]["last"] == record(sharded)[-1]["last"]
 
 
+@pytest.mark.slow
 def test_an_unpruned_model_trains_sharded(home: Path, tmp_path: Path) -> None:
     train = ["-m", "hetdpt", "train", str(home / "dense"), *DATA, "--out", str(tmp_path / "run"), *SMALL]
     finish([*TORCHRUN, *train, "--epochs", "1", "--set", "drop_path=0.1"], **SHARDED)

@@ -175,6 +175,7 @@ def test_more_is_added_and_all_is_timed_anew(whole: Path, models: dict[str, nn.M
     assert not any(one.is_own for one in fewer)
 
 
+@pytest.mark.slow
 def test_killed_it_comes_to_the_same(home: Path, whole: Path, models: dict[str, nn.Module], tmp_path: Path) -> None:
     out = tmp_path / "run"
     command = ("tokens", home / "dense", "--r", "0,2", "--beside", home / "pruned", "--out", out, *QUICK, "--quiet")
