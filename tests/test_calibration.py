@@ -572,7 +572,8 @@ def family(request: pytest.FixtureRequest) -> Family:
 
 KINDS_OF_FAMILIES = [
     *("vit_tiny_patch16_224", "vit_small_patch14_dinov2", "beit_base_patch16_224", "eva02_tiny_patch14_224"),
-    *("cait_xxs24_224", "swin_tiny_patch4_window7_224", "swinv2_tiny_window8_256", "coatnet_nano_rw_224"),
+    *("cait_xxs24_224", "swin_tiny_patch4_window7_224", "swinv2_tiny_window8_256"),
+    pytest.param("coatnet_nano_rw_224", marks=pytest.mark.slow),
     *("hf ViTForImageClassification", "hf Swinv2ForImageClassification", "hf Dinov2 SwiGLU"),
 ]
 

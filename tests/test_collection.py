@@ -186,7 +186,9 @@ def test_more_rounds_go_on_from_the_ends_of_the_chains(home: Path, whole: Path, 
     assert (samples(tmp_path / "run"), models_in(tmp_path / "run")) == (samples(whole), models_in(whole))
 
 
-@pytest.mark.parametrize("rounds", [("2,1,0", "2,1,1"), ("0,1,0", "2,0,0", "0,0,1")])
+@pytest.mark.parametrize(
+    "rounds", [("2,1,0", "2,1,1"), pytest.param(("0,1,0", "2,0,0", "0,0,1"), marks=pytest.mark.slow)]
+)
 def test_chains_may_come_one_after_another(
     rounds: tuple[str, ...], home: Path, whole: Path, tmp_path: Path, run: Run
 ) -> None:
@@ -265,6 +267,7 @@ def collect(out: Path, model: nn.Module) -> Iterator[Done]:
     return collect_into(out, model, "demo", config(), Workplace(minutes=0, batch=1))
 
 
+@pytest.mark.slow
 def test_processes_share_the_steps(home: Path, whole: Path, tmp_path: Path) -> None:
     """Three at once: all see all steps, each step was taken once, and it is what one alone comes to."""
     out = tmp_path / "run"

@@ -73,6 +73,7 @@ def stage(found: Estimate, name: str) -> StageEstimate:
     return next(one for one in found.stages if one.stage == name)
 
 
+@pytest.mark.slow
 def test_the_collection_takes_as_many_updates_and_evaluations(
     dense: nn.Module, whole: Estimate, tmp_path: Path
 ) -> None:

@@ -315,6 +315,7 @@ os._exit(0)  # threads of the group now and then abort a process that ends in th
 """
 
 
+@pytest.mark.slow
 def test_importances_agree_on_all_processes(dense: nn.Module, tmp_path: Path) -> None:
     sizes = {"img_size": 16, "patch_size": 4, "embed_dim": 32, "depth": 4, "num_heads": 2, "num_classes": 10}
     hetdpt.save(dense, tmp_path / "dense", base=hetdpt.Base("timm", "vit_tiny_patch16_224", sizes))

@@ -81,7 +81,9 @@ def test_a_gated_ffn_is_mapped_or_dropped() -> None:
     assert all(site.is_gated for site in table.sites if site.kind == "activation")
 
 
-@pytest.mark.parametrize("label", ["swin_tiny_patch4_window7_224", "swinv2_tiny_window8_256"])
+@pytest.mark.parametrize(
+    "label", ["swin_tiny_patch4_window7_224", pytest.param("swinv2_tiny_window8_256", marks=pytest.mark.slow)]
+)
 def test_other_families(label: str) -> None:
     family = named(label)
     table = untimed(family.build(), batches_of(family, 4))

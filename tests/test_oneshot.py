@@ -322,6 +322,7 @@ def test_a_folder_of_images_without_labels_one_of_them_damaged(run: Run, home: P
     assert json.loads((tmp_path / "out" / "oneshot.json").read_text())["images"] == {"calibration": 19, "judge": 19}
 
 
+@pytest.mark.slow
 def test_a_kill_loses_no_choice(run: Run, home: Path, tmp_path: Path) -> None:
     options = ("oneshot", home / "dense", "--data", "demo", "--images", 400, "--layers", 4)
     command = [str(SCRIPT), *map(str, options), "--out", str(tmp_path / "out")]

@@ -464,7 +464,7 @@ class TestKills:
     @pytest.mark.parametrize(
         "stages",
         [
-            pytest.param(("recover",), id="one"),
+            pytest.param(("recover",), id="one", marks=pytest.mark.slow),
             pytest.param(("collect", "select", "recover"), id="three", marks=pytest.mark.slow),
             pytest.param(USUAL * 2, id="every stage, twice", marks=pytest.mark.slow),
         ],

@@ -134,6 +134,7 @@ def test_killed_and_resumed_ends_bit_equal(home: Path, whole: Path, kills: tuple
     same_end(whole, out)
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_passed_over(home: Path, whole: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     command = [sys.executable, *recovery(home, out, *RANDOM)]
@@ -204,6 +205,7 @@ def test_two_processes_resume(home: Path, tmp_path: Path) -> None:
     same_end(*outs)
 
 
+@pytest.mark.slow
 def test_evaluation_counts_every_image_once_in_two_processes(home: Path) -> None:
     options = ["-m", "hetdpt", "eval", str(home / "dense"), *DATA, "--batch-size", "50", "--workers", "0", "--json"]
     one = finish([sys.executable, *options])

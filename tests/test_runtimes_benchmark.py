@@ -36,6 +36,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("runtimes")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RUNTIMES)
 @torch.inference_mode()
 def test_every_runtime_computes_what_eager_torch_computes(
