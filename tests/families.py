@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass
 from typing import Any
 
@@ -158,7 +159,7 @@ GATED_HF = [
 ]
 
 FAMILIES = [*TIMM, *HF, *GATED_HF]
-LARGE = [
+LARGE = [  # that cannot be cut down
     "volo_d1_224",
     "crossvit_tiny_240",
     "mvitv2_tiny",
@@ -177,16 +178,24 @@ LARGE = [
     "csatv2",
     "vitamin_small_224",
 ]
+SMALL = {family.label for family in FAMILIES} - {*LARGE}
+KINDS = [  # a few that are built differently
+    *("vit_tiny_patch16_224", "vit_small_patch14_dinov2", "beit_base_patch16_224", "eva02_tiny_patch14_224"),
+    *("cait_xxs24_224", "swin_tiny_patch4_window7_224", "swinv2_tiny_window8_256"),
+    *("hf ViTForImageClassification", "hf Swinv2ForImageClassification", "hf Dinov2 SwiGLU"),
+]
 
 
 def by_label(family: Family) -> str:
     return family.label
 
 
-def sparing(families: list[Family]) -> list[Any]:
-    """Return the rows of a test that takes seconds: the large ones are slow."""
-    large = {label: [pytest.mark.slow] for label in LARGE}
-    return [pytest.param(family, id=family.label, marks=large.get(family.label, [])) for family in families]
+def sparing(families: list[Family], quick: Container[str]) -> list[Any]:
+    """Return the rows of a test that takes long: slow but for those that ``quick`` names."""
+    return [
+        pytest.param(family, id=family.label, marks=[] if family.label in quick else [pytest.mark.slow])
+        for family in families
+    ]
 
 
 def named(label: str) -> Family:

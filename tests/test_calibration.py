@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import FAMILIES, Family, by_label, named
+from families import FAMILIES, KINDS, Family, by_label, named
 from torch import Tensor, nn
 
 import hetdpt
@@ -570,15 +570,7 @@ def family(request: pytest.FixtureRequest) -> Family:
     return request.param
 
 
-KINDS_OF_FAMILIES = [
-    *("vit_tiny_patch16_224", "vit_small_patch14_dinov2", "beit_base_patch16_224", "eva02_tiny_patch14_224"),
-    *("cait_xxs24_224", "swin_tiny_patch4_window7_224", "swinv2_tiny_window8_256"),
-    pytest.param("coatnet_nano_rw_224", marks=pytest.mark.slow),
-    *("hf ViTForImageClassification", "hf Swinv2ForImageClassification", "hf Dinov2 SwiGLU"),
-]
-
-
-@pytest.mark.parametrize("label", KINDS_OF_FAMILIES)
+@pytest.mark.parametrize("label", [*KINDS, pytest.param("coatnet_nano_rw_224", marks=pytest.mark.slow)])
 def test_kinds_of_families(label: str) -> None:
     closer_than_plain_and_the_same_when_merged(named(label))
 

@@ -166,6 +166,7 @@ def test_without_fine_tuning_a_sample_is_what_the_removal_leaves(dense: nn.Modul
     assert models_in(tmp_path / "run") == ["samples-a"]
 
 
+@pytest.mark.slow
 def test_one_chain_alone(home: Path, whole: Path, tmp_path: Path, run: Run) -> None:
     options = ("--out", tmp_path / "run", *OPTIONS, "--json", "--chain")
     activation = run("collect", home / "dense", *options, "activation")
@@ -176,6 +177,7 @@ def test_one_chain_alone(home: Path, whole: Path, tmp_path: Path, run: Run) -> N
     assert samples(tmp_path / "run") == samples(whole)
 
 
+@pytest.mark.slow
 def test_more_rounds_go_on_from_the_ends_of_the_chains(home: Path, whole: Path, tmp_path: Path, run: Run) -> None:
     """The predictor warns of splits beyond the samples; then there is more to sample, not all of it again."""
     options = ("--out", tmp_path / "run", *OPTIONS, "--json", "--rounds")

@@ -6,7 +6,7 @@ from copy import deepcopy
 
 import pytest
 import torch
-from families import FAMILIES, HF, TIMM, Family, sparing
+from families import FAMILIES, HF, SMALL, TIMM, Family, sparing
 from torch import Tensor, nn
 
 import hetdpt
@@ -24,7 +24,7 @@ def distance(one: Tensor, other: Tensor) -> float:
     return ((one - other).abs().max() / other.abs().max()).item()
 
 
-@pytest.fixture(params=sparing(FAMILIES))
+@pytest.fixture(params=sparing(FAMILIES, SMALL))
 def family(request: pytest.FixtureRequest) -> Family:
     return request.param
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from families import FAMILIES, Family, named, sparing
+from families import FAMILIES, KINDS, Family, named, sparing
 from torch import Tensor, nn
 
 import hetdpt
@@ -53,7 +53,7 @@ def batches_of(family: Family) -> list[Tensor]:
     return list(family.images(3).split(2))
 
 
-@pytest.mark.parametrize("family", sparing(FAMILIES))
+@pytest.mark.parametrize("family", sparing(FAMILIES, KINDS))
 def test_the_scan_is_equal_to_full_passes_and_recalls_in_every_family(family: Family) -> None:
     model, batches = known(family.build(), family), batches_of(family)
     offered = hetdpt.sites(model)

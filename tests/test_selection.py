@@ -76,7 +76,14 @@ def naive_choices(
     return choices
 
 
-@pytest.mark.parametrize("removal", ["calibrated", ("skip", "drop"), ("linear", "calibrated")])
+@pytest.mark.parametrize(
+    "removal",
+    [
+        "calibrated",
+        pytest.param(("skip", "drop"), marks=pytest.mark.slow),
+        pytest.param(("linear", "calibrated"), marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("label", LABELS)
 def test_choices_are_those_of_full_models_tried_one_by_one(label: str, removal: Any) -> None:
     family = named(label)

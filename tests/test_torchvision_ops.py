@@ -41,8 +41,8 @@ def place(tmp_path: Path) -> Path:
     "code",
     [
         "import hetdpt, timm",
-        "import torch, hetdpt, timm",
-        "import hetdpt, torch, torchvision, timm",
+        pytest.param("import torch, hetdpt, timm", marks=pytest.mark.slow),
+        pytest.param("import hetdpt, torch, torchvision, timm", marks=pytest.mark.slow),
         "import hetdpt, transformers, timm; from timm.models import VisionTransformer",
     ],
 )
