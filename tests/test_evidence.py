@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import regress
 import render
+import suite
 from evidence import RESULTS, Recorder, Results
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
@@ -135,3 +136,12 @@ def test_the_guard_refuses_other_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("name", "expected"), [("accuracy", 1), ("dense_milliseconds", -1), ("right", 0), ("r2", 0)])
 def test_directions(name: str, expected: int) -> None:
     assert regress.direction(name) == expected
+
+
+@pytest.mark.parametrize("step", suite.SUITE, ids=lambda step: " ".join([step.script, *step.full]))
+def test_every_step_of_the_suite_can_be_asked_for(step: suite.Step) -> None:
+    """Its script knows every option that it is given."""
+    text = (BENCHMARKS / step.script).read_text()
+    given = [argument for argument in (*step.full, *(step.quick or ())) if argument.startswith("--")]
+    assert all(f'"{option}"' in text for option in (*given, "--out"))
+    assert step.results in text or step.results.startswith("paper_")
