@@ -81,7 +81,6 @@ class Bench(oneshot.Bench):
     def with_gradients(self) -> nn.Module:
         """Return a copy of the model that holds the gradients of the labelled images' loss."""
         copy = deepcopy(self.model).requires_grad_(True)
-        copy.zero_grad()
         for images, labels in self.labelled:
             F.cross_entropy(copy(images), labels, reduction="sum").backward()
         return copy
