@@ -31,6 +31,7 @@ from hetdpt.cli import (
     transfer,
     width,
 )
+from hetdpt.cli.stopping import Stopped, farewell, reason, stoppable
 from hetdpt.errors import HetDPTError
 
 app = typer.Typer(
@@ -81,12 +82,19 @@ def main() -> None:
     """Run the command line; a foreseeable failure is one sentence on stderr and exit code 2."""
     warnings.showwarning = _show_warning
     try:
-        app()
+        with stoppable():
+            app()
     except (HetDPTError, OSError) as error:
         rank = os.environ.get("RANK", "0")
-        typer.echo(f"error: {error}" if rank == "0" else f"error in process {rank}: {error}", err=True)
+        text = reason(error) if isinstance(error, OSError) else str(error)
+        typer.echo(f"error: {text}" if rank == "0" else f"error in process {rank}: {text}", err=True)
         _leave(2)
         sys.exit(2)
+    except Stopped as stopped:
+        if os.environ.get("RANK", "0") == "0":
+            typer.echo(farewell(stopped), err=True)
+        _leave(stopped.code)
+        sys.exit(stopped.code)
     except SystemExit as end:  # typer's way of being done
         _leave(end.code)
         raise

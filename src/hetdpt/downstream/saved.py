@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from hetdpt.adapters.checkpoints import check_fit
@@ -17,7 +15,7 @@ from hetdpt.downstream.backbone import Backbone
 from hetdpt.downstream.model import TaskModel
 from hetdpt.downstream.tasks import TASKS
 from hetdpt.errors import FileError, first_line
-from hetdpt.export.saved import load, save, storable
+from hetdpt.export.saved import load, read_tensors, save, write_tensors
 from hetdpt.files import new_directory, read_sealed_json, sha256, write_sealed_json
 
 TASK, HEAD, BACKBONE = "task.json", "head.safetensors", "backbone"
@@ -35,10 +33,7 @@ def save_task(
     target = Path(directory)
     with new_directory(target, TASK, overwrite) as scratch:
         save(model.backbone.model, scratch / BACKBONE)
-        try:
-            save_file(storable(_own(model)), scratch / HEAD)
-        except SafetensorError as error:
-            raise FileError(f"{target} cannot be written ({error}); is the disk full?") from None
+        write_tensors(_own(model), scratch / HEAD, target)
         values = {
             "format": FORMAT,
             "task": model.task,
@@ -62,11 +57,7 @@ def load_task(directory: str | Path) -> TaskModel:
     weights = source / HEAD
     if not weights.is_file() or sha256(weights) != values["weights"]["sha256"]:
         raise FileError(f"{weights} is missing, or was altered since it was saved; save the model again")
-    try:
-        state = load_file(weights)
-    except SafetensorError as error:
-        raise FileError(f"{weights} cannot be read: {error}") from None
-    row = TASKS[values["task"]]
+    state, row = read_tensors(weights), TASKS[values["task"]]
     backbone = Backbone(load(source / BACKBONE), width=values["pyramid"])
     model = row.model(backbone, values["classes"], _config(row.config, values, source))
     check_fit(_own(model), state, str(weights))

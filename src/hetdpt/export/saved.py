@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from hetdpt.adapters.checkpoints import check_fit
@@ -36,6 +36,7 @@ from hetdpt.surgery import gates_of, merge_blocks_, place_, record_of, resize_
 RECIPE, WEIGHTS, CARD, TIMM_CONFIG = "hetdpt.json", "model.safetensors", "README.md", "config.json"
 DEMO, DEMO_DIRECTORY = "demo", Path(__file__).parent.parent / "demo_model"  # the model that comes with hetdpt
 FORMAT = 1
+DTYPES = ("float32", "float16", "bfloat16", "float64")
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ class Recipe:
                 merged=tuple(int(block) for block in values["merged"]),
                 folded_norms=tuple(int(block) for block in values["folded_norms"]),
                 input_size=(int(values["input_size"][0]), int(values["input_size"][1]), int(values["input_size"][2])),
-                dtype=str(values["dtype"]),
+                dtype=DTYPES[DTYPES.index(values["dtype"])],
                 preprocessing=Preprocessing.from_dict(wants) if (wants := values.get("preprocessing")) else None,
                 folded_constants=tuple(int(block) for block in values.get("folded_constants", ())),
                 widths=Widths.from_dict(sizes) if (sizes := values.get("widths")) is not None else None,
@@ -130,10 +131,7 @@ def save(
     """
     target, recipe = Path(directory), require_savable(model, base)
     with new_directory(target, RECIPE, overwrite) as scratch:
-        try:
-            save_file(storable(model.state_dict()), scratch / WEIGHTS)
-        except SafetensorError as error:
-            raise FileError(f"{target} cannot be written ({error}); is the disk full?") from None
+        write_tensors(model.state_dict(), scratch / WEIGHTS, target)
         values = {
             "format": FORMAT,
             **asdict(recipe),
@@ -170,13 +168,7 @@ def load(directory: str | Path) -> nn.Module:
         raise FileError(f"{weights} is missing; the directory is not complete")
     if sha256(weights) != values["weights"]["sha256"]:
         raise FileError(f"{weights} was altered or truncated since it was saved; save the model again")
-    try:
-        state = load_file(weights)
-    except SafetensorError as error:
-        raise FileError(f"{weights} cannot be read: {error}") from None
-    # Tensors of the file begin anywhere in memory, and some processors add up in another order where they do.
-    aligned = {name: state.pop(name).clone() for name in list(state)}
-    return with_weights(Recipe.from_dict(values, str(source / RECIPE)), aligned, str(weights))
+    return with_weights(Recipe.from_dict(values, str(source / RECIPE)), read_tensors(weights), str(weights))
 
 
 def with_weights(recipe: Recipe, state: dict[str, Tensor], name: str) -> nn.Module:
@@ -268,6 +260,37 @@ def _first_different_module(model: nn.Module, twin: nn.Module) -> str | None:
         if type(other) is not type(module) or other.extra_repr() != module.extra_repr():
             return f"{path or 'model'} ({type(module).__name__})"
     return None
+
+
+def write_tensors(state: dict[str, Tensor], file: Path, target: Path) -> None:
+    """Write tensors to ``file``, which will be in ``target``."""
+    try:
+        save_file(storable(state), file)
+    except SafetensorError as error:
+        raise FileError(
+            f"{target} cannot be written ({error}); is the disk full? "
+            "Free some space and give the same command again, or give another place"
+        ) from None
+
+
+def read_tensors(file: Path) -> dict[str, Tensor]:
+    """Return the tensors of a file, in memory that is theirs alone.
+
+    The file is opened for each: what was read through one handle counts as memory until that is closed. And tensors of
+    an open file begin anywhere, where some processors add up in another order.
+    """
+    try:
+        with safe_open(file, "pt") as content:
+            names = list(content.keys())
+        return {name: _read_tensor(file, name) for name in names}
+    except SafetensorError as error:
+        raise FileError(f"{file} cannot be read: {error}") from None
+
+
+def _read_tensor(file: Path, name: str) -> Tensor:
+    with safe_open(file, "pt") as content:
+        tensor: Tensor = content.get_tensor(name)
+        return tensor.clone()
 
 
 def storable(state: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -1,0 +1,77 @@
+"""How a command ends before its time: Ctrl-C, SIGTERM, a disk that will not take more. One line, and what to do."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shlex
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+RESUMABLE = {
+    "run", "demo", "collect", "oneshot", "observe", "compare", "select", "tokens", "transfer", "train", "recover",
+    "detect", "segment",
+}  # fmt: skip
+"""Commands that keep what they have done in their directory."""
+
+WAYS_OUT = {
+    errno.ENOSPC: "free some space and give the same command again",
+    errno.EDQUOT: "free some of your quota and give the same command again",
+    errno.EROFS: "make it writable, or give another place",
+    errno.EACCES: "make it yours to read and write, or give another place",
+    errno.EPERM: "make it yours to read and write, or give another place",
+    errno.ENOENT: "it was there when it was looked for; put it back, or give another place",
+    errno.EMFILE: "raise the limit (ulimit -n), or give fewer --workers",
+    errno.EIO: "the disk has a fault; give another place",
+}
+"""What to do about what a file system says."""
+
+
+class Stopped(BaseException):
+    """A signal came; what is under way cleans up behind itself, as for any error."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.code = 128 + number  # as shells have it
+        self.name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+
+
+@contextmanager
+def stoppable() -> Iterator[None]:
+    """Let Ctrl-C and SIGTERM end the block by ``Stopped``; the same signal a second time ends the process at once."""
+    own = os.getpid()
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        signal.signal(number, signal.SIG_DFL)
+        if os.getpid() == own:
+            raise Stopped(number)
+        os.kill(os.getpid(), number)  # a process that was forked off ends without a word
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # what a shell has in the background is not meant by Ctrl-C
+            signal.signal(number, stop)
+    yield
+
+
+def farewell(stopped: Stopped) -> str:
+    """Return what is said at the end of a command that was stopped."""
+    words = sys.argv[1:]
+    if words[:1] and words[0] in RESUMABLE:
+        again = "" if "RANK" in os.environ else f": {shlex.join(['hetdpt', *words])}"
+        return f"stopped by {stopped.name}; what is done is kept, and the same command goes on from there{again}"
+    return f"stopped by {stopped.name}; nothing was written, and the same command begins anew"
+
+
+def reason(error: OSError) -> str:
+    """Return what the system refuses, in a sentence.
+
+    >>> reason(OSError(errno.ENOSPC, "No space left on device", "/runs/a/plan.json"))
+    '/runs/a/plan.json: No space left on device; free some space and give the same command again'
+    """
+    if error.errno is None:
+        return str(error)
+    what = f"{error.filename}: {error.strerror}" if error.filename else f"{error.strerror}"
+    return f"{what}; {WAYS_OUT.get(error.errno, 'look at it, then give the same command again')}"
