@@ -148,7 +148,7 @@ def test_what_is_no_run_or_a_damaged_one_is_refused(tmp_path: Path, full: Path) 
     with pytest.raises(FileError, match=rf"{file} is not what this version of hetdpt writes \(degree: .*integer.*\); "):
         RunRecord.read(full)
     (full / CONFIG).write_text("a: [")
-    with pytest.raises(FileError, match="config.yaml cannot be read"):
+    with pytest.raises(FileError, match="config.yaml are damaged"):
         RunRecord.read(full)
 
 

@@ -198,7 +198,7 @@ def test_a_damaged_stage_is_named(damage: str, run: Run, tmp_path: Path) -> None
 def test_a_damaged_config_is_named(run: Run, tmp_path: Path) -> None:
     directory = make(tmp_path / "run", ("analyse",))
     (directory / CONFIG).write_text("[")
-    run("status", directory).is_refused_like(rf"{directory / CONFIG} cannot be read [^\n]*; [^\n]*")
+    run("status", directory).is_refused_like(rf"the settings {directory / CONFIG} are damaged [^\n]*; [^\n]*")
 
 
 def test_it_needs_no_torch(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""``RunConfig``: all that a run is asked for, in one typed value; read from a file, and written to one.
+"""``RunConfig``: all that a run is asked for, in one typed value.
 
 A recipe says what to begin from, a file changes that, the command line changes both. Names are the same everywhere,
 with dots where a file has tables: ``recovery.training.epochs``.
@@ -6,8 +6,6 @@ with dots where a file has tables: ``recovery.training.epochs``.
 
 from __future__ import annotations
 
-import re
-import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from difflib import get_close_matches
@@ -16,12 +14,11 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from hetdpt.combine.width import WidthConfig
 from hetdpt.data.sources import DEMO
-from hetdpt.errors import FileError, HetDPTError, PlanError, PredictError, TrainError, first_line
+from hetdpt.errors import HetDPTError, PlanError, PredictError, TrainError
 from hetdpt.plan import Plan
 from hetdpt.predictor.allocate import Wanted
 from hetdpt.predictor.prices import Amount, Price, read_amount
@@ -33,6 +30,7 @@ from hetdpt.reductions import read_tokens
 from hetdpt.runs.stages import STAGES
 from hetdpt.selection.methods import METHODS, method_called
 from hetdpt.selection.select import SelectConfig
+from hetdpt.settings_file import read_settings, write_yaml
 from hetdpt.surgery import Removal
 
 RECIPE = "recipe"  # the key of a file that names the settings to begin from
@@ -225,7 +223,7 @@ class RunConfig:
         >>> RunConfig.resolve(changes=changes).recovery.training.epochs
         2
         """
-        written = _read(Path(file)) if file is not None else {}
+        written = _flat(read_settings(Path(file))) if file is not None else {}
         named = written.pop(RECIPE, None)
         if not isinstance(named, str | NoneType):
             raise TrainError(f"{RECIPE} is {named!r}, but {_spell(str)} was expected")
@@ -242,8 +240,7 @@ class RunConfig:
 
     def to_yaml(self) -> str:
         """Return every setting as YAML, which ``resolve`` reads again."""
-        text: str = yaml.dump(_plain(asdict(self)), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
-        return ABOUT + text
+        return ABOUT + write_yaml(asdict(self))
 
     @property
     def _amounts(self) -> dict[str, Amount]:
@@ -462,57 +459,3 @@ def _flat(tree: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
         elif name not in _tables() or value not in (None, {}):
             found[name] = value
     return found
-
-
-def _plain(value: Any) -> Any:
-    """Return ``value`` in the words of a file: lists for tuples, texts for paths."""
-    if isinstance(value, dict):
-        return {name: _plain(inner) for name, inner in value.items()}
-    if isinstance(value, tuple):
-        return [_plain(inner) for inner in value]
-    return str(value) if isinstance(value, Path) else value
-
-
-class _Loader(yaml.SafeLoader):  # type: ignore[misc]
-    """Takes 1e-5 for a number, as JSON and YAML 1.2 do, and no key twice, as TOML does."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        names = [key.value for key, _ in node.value]
-        if twice := [name for number, name in enumerate(names) if name in names[:number]]:
-            raise yaml.constructor.ConstructorError(None, None, f"{twice[0]} is there twice", node.start_mark)
-        found: dict[Any, Any] = super().construct_mapping(node, deep)
-        return found
-
-
-class _Dumper(yaml.SafeDumper):  # type: ignore[misc]
-    """Quotes the texts that the loader would take for numbers."""
-
-
-for _side in (_Loader, _Dumper):
-    _side.add_implicit_resolver(
-        "tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), [*"-+0123456789"]
-    )
-
-
-def _read(file: Path) -> dict[str, Any]:
-    """Return what is written in a file of settings, by names with dots."""
-    if file.suffix not in (".toml", ".yaml", ".yml"):
-        raise FileError(f"settings are read from a file whose name ends in .toml, .yaml or .yml, not from {file}")
-    try:
-        text = file.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise FileError(f"the settings {file} cannot be read: {first_line(error)}; give another file") from None
-    try:
-        tree = tomllib.loads(text) if file.suffix == ".toml" else yaml.load(text, _Loader)
-        if not isinstance(tree, dict | NoneType):
-            raise ValueError(f"a {type(tree).__name__} is no table of names")
-        return _flat(tree or {})
-    except (tomllib.TOMLDecodeError, yaml.YAMLError, ValueError, RecursionError) as error:
-        raise FileError(f"the settings {file} are damaged ({_why(error)}); correct them") from None
-
-
-def _why(error: Exception) -> str:
-    """Return what is wrong in a file, and where."""
-    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
-        return f"{error.problem} in line {error.problem_mark.line + 1}"
-    return first_line(error)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from hetdpt.errors import FileError
+from hetdpt.errors import FileError, first_line
 
 
 def require_new(target: Path, overwrite: bool = False, marker: str | None = None) -> None:
@@ -101,6 +101,37 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def write_json(file: Path, values: Any) -> None:
+    """Write ``values`` as JSON, whole or not at all."""
+    file.parent.mkdir(exist_ok=True)
+    with written(file) as scratch:
+        scratch.write_text(json.dumps(values, indent=1) + "\n")
+
+
+def keep_json(file: Path, values: dict[str, Any]) -> None:
+    """Write ``values`` with a checksum of themselves, whole or not at all, for ``kept_json``."""
+    file.parent.mkdir(exist_ok=True)
+    with written(file) as scratch:
+        write_sealed_json(scratch, values)
+
+
+def kept_json(file: Path, way_out: str) -> dict[str, Any] | None:
+    """Return what ``keep_json`` wrote, None where it has not; ``FileError`` with ``way_out`` if it was altered since.
+
+    What has no checksum is taken as it is: versions before this one wrote none.
+    """
+    try:
+        values: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (ValueError, RecursionError) as error:
+        raise FileError(f"{file} is damaged ({first_line(error)}); {way_out}") from None
+    seal = values.pop("checksum", None) if isinstance(values, dict) else ""
+    if seal is not None and seal != _seal(values):
+        raise FileError(f"{file} is damaged (it is not what was written); {way_out}")
+    return values
+
+
 def write_sealed_json(path: Path, values: dict[str, Any]) -> None:
     """Write ``values`` with a checksum of themselves, which ``read_sealed_json`` compares."""
     path.write_text(json.dumps({**values, "checksum": _seal(values)}, indent=1) + "\n")
@@ -118,5 +149,6 @@ def read_sealed_json(path: Path) -> dict[str, Any]:
     return values
 
 
-def _seal(values: dict[str, Any]) -> str:
+def _seal(values: Any) -> str:
+    values = json.loads(json.dumps(values))  # numbers that are keys become texts, and are sorted as such
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()

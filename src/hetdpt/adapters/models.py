@@ -86,6 +86,8 @@ def build(base: Base, *, pretrained: bool = False, is_empty: bool = False) -> nn
         raise ModelError(f"models come from timm or transformers, not from {base.library!r}")
     if foreign := sorted(FILE_ARGUMENTS & base.arguments.keys()):
         raise ModelError(f"a base says how a model is built, not where its weights are; leave out {foreign[0]}")
+    if foreign := [text for text in _implementations(base.arguments) if not text.isidentifier()]:
+        raise ModelError(f"{base.name} is built from what transformers has itself, not from the kernels {foreign[0]!r}")
     try:
         with init_empty_weights() if is_empty else nullcontext():
             model = _build_timm(base, pretrained) if base.library == "timm" else _build_hf(base)
@@ -97,6 +99,15 @@ def build(base: Base, *, pretrained: bool = False, is_empty: bool = False) -> nn
         raise ModelError(f"{base.name} cannot be built with {base.arguments}: {first_line(error)}") from error
     vars(model)[BASE] = base
     return model.eval()
+
+
+def _implementations(arguments: Any, name: str = "") -> Iterator[str]:
+    """Yield how attention and others are to be computed; transformers takes the name of a download for it too."""
+    if isinstance(arguments, dict):
+        for key, value in arguments.items():
+            yield from _implementations(value, str(key))
+    elif isinstance(arguments, str) and name.endswith("_implementation"):
+        yield arguments
 
 
 def base_of(model: nn.Module) -> Base:

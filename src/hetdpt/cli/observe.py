@@ -129,7 +129,7 @@ def _line(one: Observed) -> str:
     if isinstance(result, Asymmetry):
         accuracies = " -> ".join(f"{accuracy:.2f}" for accuracy in result.accuracies)
         return f"{spell(result.removal)}, without {result.site.kind} {result.site.block}: {accuracies} %{by}"
-    return f"dense: accuracy {result:.2f} %{by}"
+    return f"dense: accuracy {result.accuracy:.2f} %{by}"
 
 
 def _short(value: float | None) -> str:

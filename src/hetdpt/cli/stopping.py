@@ -50,10 +50,15 @@ def stoppable() -> Iterator[None]:
             raise Stopped(number)
         os.kill(os.getpid(), number)  # a process that was forked off ends without a word
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        if signal.getsignal(number) is not signal.SIG_IGN:  # what a shell has in the background is not meant by Ctrl-C
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    for number, handler in before.items():
+        if handler is not signal.SIG_IGN:  # what a shell has in the background is not meant by Ctrl-C
             signal.signal(number, stop)
-    yield
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def farewell(stopped: Stopped) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -160,7 +159,7 @@ def _train(
     from hetdpt.downstream.tasks import task_called
     from hetdpt.export.saved import open_model
     from hetdpt.randomness import seeded
-    from hetdpt.runs.run import SUMMARY
+    from hetdpt.runs.run import SUMMARY, summary_of
 
     metric, is_silent = task_called(config.task).metric, as_json or not is_first_process()
     opened: AnnotatedData = task_called(config.task).open(data)
@@ -173,7 +172,7 @@ def _train(
                 say(epoch_line(learned.epoch, metric))
     if not is_first_process():
         return
-    summary = json.loads((out / SUMMARY).read_text())
+    summary = summary_of(out)
     if as_json:
         return print_json(directory=str(out), **summary)
     if was_done:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -244,7 +243,7 @@ def _run(
     from hetdpt.data.sources import open_data
     from hetdpt.keeping import recover_into
     from hetdpt.runs.checkpoints import CHECKPOINTS
-    from hetdpt.runs.run import SUMMARY
+    from hetdpt.runs.run import SUMMARY, summary_of
     from hetdpt.training.processes import start
 
     is_first, is_silent = is_first_process(), as_json or not is_first_process()
@@ -263,7 +262,7 @@ def _run(
         return
     if was_done and not as_json:
         typer.echo(f"{out} is done already")
-    summary = json.loads((out / SUMMARY).read_text())
+    summary = summary_of(out)
     if as_json:
         return print_json(directory=str(out), **summary)
     names = [name for name in ("start", "last", "best", "ema") if summary[name] is not None]

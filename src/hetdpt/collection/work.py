@@ -22,7 +22,7 @@ from hetdpt.data.sources import Data
 from hetdpt.data.unlabelled import ImageBatches
 from hetdpt.errors import FileError, PredictError, TrainError, first_line
 from hetdpt.export.saved import RECIPE, load, save
-from hetdpt.files import written
+from hetdpt.files import keep_json, kept_json, written
 from hetdpt.measurement.accuracy import evaluate
 from hetdpt.measurement.speed import measure_throughput
 from hetdpt.plan import Site
@@ -133,9 +133,7 @@ class Job:
             speedup = self._keep(node, student)
             step = Step(node.kinds, picks, accuracies[0], accuracies[-1], time.monotonic() - begun, speedup)
         claim.require_held()
-        self._file(node).parent.mkdir(exist_ok=True)
-        with written(self._file(node)) as scratch:
-            scratch.write_text(json.dumps(step.to_dict(), indent=1) + "\n")
+        keep_json(self._file(node), step.to_dict())
         self._tidy()
 
     def _clear(self, node: Node) -> None:
@@ -270,10 +268,11 @@ class Claimed:
 
 
 def _read_step(file: Path) -> Step:
+    way_out = "remove it to take that step again"
     try:
-        return Step.from_dict(json.loads(file.read_text()))
+        return Step.from_dict(kept_json(file, way_out) or {})
     except (ValueError, TypeError, KeyError) as error:
-        raise FileError(f"{file} is damaged ({first_line(error)}); remove it to take that step again") from None
+        raise FileError(f"{file} is damaged ({first_line(error)}); {way_out}") from None
 
 
 def _write_table(directory: Path) -> None:

@@ -15,7 +15,7 @@ from hetdpt.downstream.backbone import Backbone
 from hetdpt.downstream.model import TaskModel
 from hetdpt.downstream.tasks import TASKS
 from hetdpt.errors import FileError, first_line
-from hetdpt.export.saved import load, read_tensors, save, write_tensors
+from hetdpt.export.saved import load, read_tensors, require_sealed, save, write_tensors
 from hetdpt.files import new_directory, read_sealed_json, sha256, write_sealed_json
 
 TASK, HEAD, BACKBONE = "task.json", "head.safetensors", "backbone"
@@ -55,11 +55,13 @@ def load_task(directory: str | Path) -> TaskModel:
     if values.get("format") != FORMAT or values.get("task") not in TASKS:
         raise FileError(f"{source / TASK} is of a version that this one does not read; save the model again")
     weights = source / HEAD
-    if not weights.is_file() or sha256(weights) != values["weights"]["sha256"]:
-        raise FileError(f"{weights} is missing, or was altered since it was saved; save the model again")
+    require_sealed(weights, values)
     state, row = read_tensors(weights), TASKS[values["task"]]
-    backbone = Backbone(load(source / BACKBONE), width=values["pyramid"])
-    model = row.model(backbone, values["classes"], _config(row.config, values, source))
+    config, inner = _config(row.config, values, source), load(source / BACKBONE)
+    try:
+        model = row.model(Backbone(inner, width=values["pyramid"]), values["classes"], config)
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise FileError(f"{source / TASK} says what no {values['task']} is made of: {first_line(error)}") from None
     check_fit(_own(model), state, str(weights))
     model.load_state_dict(state, strict=False)
     return model.eval()
@@ -72,6 +74,6 @@ def _own(model: TaskModel) -> dict[str, Tensor]:
 
 def _config(kind: type[Any], values: dict[str, Any], source: Path) -> Any:
     try:
-        return TypeAdapter(kind).validate_python(values["config"])
+        return TypeAdapter(kind).validate_python(values.get("config"))
     except ValidationError as error:
         raise FileError(f"{source / TASK} has settings that this version does not know: {first_line(error)}") from None

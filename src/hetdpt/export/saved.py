@@ -87,7 +87,7 @@ class Recipe:
                 plan=Plan.from_dict(values["plan"]),
                 merged=tuple(int(block) for block in values["merged"]),
                 folded_norms=tuple(int(block) for block in values["folded_norms"]),
-                input_size=(int(values["input_size"][0]), int(values["input_size"][1]), int(values["input_size"][2])),
+                input_size=_input_size(values["input_size"]),
                 dtype=DTYPES[DTYPES.index(values["dtype"])],
                 preprocessing=Preprocessing.from_dict(wants) if (wants := values.get("preprocessing")) else None,
                 folded_constants=tuple(int(block) for block in values.get("folded_constants", ())),
@@ -164,10 +164,7 @@ def load(directory: str | Path) -> nn.Module:
     if values.get("format") != FORMAT:
         raise FileError(f"{source / RECIPE} has format {values.get('format')!r}; this version reads {FORMAT}")
     weights = source / WEIGHTS
-    if not weights.is_file():
-        raise FileError(f"{weights} is missing; the directory is not complete")
-    if sha256(weights) != values["weights"]["sha256"]:
-        raise FileError(f"{weights} was altered or truncated since it was saved; save the model again")
+    require_sealed(weights, values)
     return with_weights(Recipe.from_dict(values, str(source / RECIPE)), read_tensors(weights), str(weights))
 
 
@@ -224,6 +221,13 @@ def versions() -> dict[str, str]:
     return found
 
 
+def _input_size(values: Any) -> tuple[int, int, int]:
+    channels, height, width = (int(value) for value in values)
+    if min(channels, height, width) < 1:
+        raise ValueError(f"input_size {values}")
+    return channels, height, width
+
+
 def _preprocessing(model: nn.Module) -> Preprocessing | None:
     try:
         return preprocessing_of(model)
@@ -260,6 +264,15 @@ def _first_different_module(model: nn.Module, twin: nn.Module) -> str | None:
         if type(other) is not type(module) or other.extra_repr() != module.extra_repr():
             return f"{path or 'model'} ({type(module).__name__})"
     return None
+
+
+def require_sealed(weights: Path, values: dict[str, Any]) -> None:
+    """Raise ``FileError`` unless the file of weights is the one that a recipe was written with."""
+    if not weights.is_file():
+        raise FileError(f"{weights} is missing; the directory is not complete")
+    kept = values.get("weights")
+    if not isinstance(kept, dict) or sha256(weights) != kept.get("sha256"):
+        raise FileError(f"{weights} was altered or truncated since it was saved; save the model again")
 
 
 def write_tensors(state: dict[str, Tensor], file: Path, target: Path) -> None:

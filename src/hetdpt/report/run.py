@@ -9,14 +9,14 @@ from math import isfinite
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_type_hints
 
-import yaml
 from pydantic import TypeAdapter, ValidationError
 
-from hetdpt.errors import FileError, first_line
+from hetdpt.errors import FileError
 from hetdpt.plan import Kind
 from hetdpt.report.results import Results, Summary
 from hetdpt.runs.asked import read_json
 from hetdpt.runs.stages import CONFIG, STAGE, STAGES, SUMMARY, StageRecord, read_flow, read_stages
+from hetdpt.settings_file import read_settings
 
 GOALS = ("layers", "speedup", "macs", "params")
 
@@ -174,14 +174,9 @@ def _checked(kind: type[T], values: Any, file: Path) -> T:
 
 
 def _read_config(file: Path) -> tuple[str, dict[str, Any]]:
-    try:
-        text = file.read_text(encoding="utf-8")
-        values = yaml.safe_load(text)
-        if not isinstance(values, dict):
-            raise ValueError("no settings")
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise FileError(f"{file} cannot be read ({first_line(error)}); give another run") from None
-    return text, values
+    if not (values := read_settings(file)):
+        raise FileError(f"{file} cannot be read (no settings); give another run")
+    return file.read_text(encoding="utf-8"), values
 
 
 def _values(stage: StageRecord) -> dict[str, Any]:

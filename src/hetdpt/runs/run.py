@@ -18,7 +18,7 @@ from typing import Any
 from uuid import uuid4
 
 from hetdpt.errors import FileError
-from hetdpt.files import flush, require_new, written
+from hetdpt.files import flush, keep_json, kept_json, require_new, written
 from hetdpt.runs.alone import alone
 from hetdpt.runs.asked import first_difference, read_json
 from hetdpt.runs.checkpoints import CHECKPOINTS, Checkpoints
@@ -80,18 +80,24 @@ class Run:
     @property
     def summary(self) -> dict[str, Any] | None:
         """What the run came to; None until it is done."""
-        file = self.directory / SUMMARY
-        return read_json(file) if file.is_file() else None
+        return kept_json(self.directory / SUMMARY, f"remove {self.directory} to begin anew, or give another directory")
 
     def finish(self, summary: dict[str, Any]) -> None:
         """Write what the run came to, and drop the checkpoints that are of no more use."""
-        with written(self.directory / SUMMARY) as scratch:
-            scratch.write_text(json.dumps(summary, indent=1) + "\n")
+        keep_json(self.directory / SUMMARY, summary)
         self.checkpoints.clear()
 
     def discard(self) -> None:
         """Remove the directory with all that is in it, where what the run came to is elsewhere."""
         shutil.rmtree(self.directory)
+
+
+def summary_of(directory: Path) -> dict[str, Any]:
+    """Return what the run in ``directory``, which is done, came to."""
+    summary = Run(directory).summary
+    if summary is None:
+        raise FileError(f"{directory / SUMMARY} is missing; the same command again finishes the run")
+    return summary
 
 
 def share(directory: Path, asked: dict[str, Any]) -> None:

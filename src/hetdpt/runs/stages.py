@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from hetdpt.errors import FileError, first_line
-from hetdpt.files import require_new, sha256, written
+from hetdpt.files import keep_json, kept_json, require_new, sha256, written
 from hetdpt.runs.alone import alone
 from hetdpt.runs.asked import first_difference, read_json
 
@@ -106,22 +106,26 @@ class StageRecord:
         values = {"stage": self.name, "fingerprint": self.fingerprint, "is_done": self.is_done, **asdict(self)}
         del values["name"], values["directory"]
         self.directory.mkdir(parents=True, exist_ok=True)
-        with written(self.directory / STAGE) as scratch:
-            scratch.write_text(json.dumps(values, indent=1) + "\n")
+        keep_json(self.directory / STAGE, values)
 
     @classmethod
     def read(cls, directory: Path) -> StageRecord:
         file = directory / STAGE
         names = ("asked", "begun", "seconds", "versions", "result")
         try:
-            values = read_json(file)
+            values = kept_json(file, "") or {}
             found = cls(values["stage"], directory, **{name: values[name] for name in names})
             is_sound = found.name in STAGES and found.fingerprint == values["fingerprint"]
-            if not is_sound or not isinstance(found.result, dict | None):
+            if not is_sound or not isinstance(found.result, dict | None) or not all(map(_is_plain, found.files)):
                 raise ValueError
-        except (FileError, KeyError, TypeError, ValueError):
+        except (FileError, KeyError, TypeError, ValueError, AttributeError):
             raise FileError(f"{file} is damaged; do that stage again with --redo {directory.name[3:]}") from None
         return found
+
+
+def _is_plain(name: str) -> bool:
+    """Whether ``name`` is that of something in the run directory, and not of a place elsewhere."""
+    return name == Path(name).name and name not in ("", ".", "..")
 
 
 def stage_directory(run: Path, name: str) -> Path:

@@ -14,7 +14,7 @@ from hetdpt.modules import clone
 from hetdpt.plan import Budget, Plan
 from hetdpt.reductions import read_tokens
 from hetdpt.runs.metrics import METRICS, Metrics
-from hetdpt.runs.run import SUMMARY
+from hetdpt.runs.run import summary_of
 from hetdpt.selection.importance import Picked
 from hetdpt.stages.task import Result, Task
 from hetdpt.surgery import known, merge_
@@ -87,8 +87,7 @@ def recover(task: Task) -> Result:
     for epoch in epochs:
         task.note(_line(epoch), best=epoch.best)
     task.processes.wait_for_everyone()  # for the first to write what it came to
-    found = json.loads((task.directory / SUMMARY).read_text())
-    return {**found, "epochs": Metrics(task.directory / METRICS).read("epoch")}
+    return {**summary_of(task.directory), "epochs": Metrics(task.directory / METRICS).read("epoch")}
 
 
 def _line(epoch: Epoch) -> str:

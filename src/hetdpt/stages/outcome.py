@@ -11,7 +11,7 @@ from torch import nn
 from hetdpt.export.onnx import export_onnx
 from hetdpt.export.saved import load
 from hetdpt.export.saved import save as save_model
-from hetdpt.files import sha256
+from hetdpt.files import sha256, write_json
 from hetdpt.measurement.accuracy import evaluate
 from hetdpt.measurement.costs import Costs
 from hetdpt.measurement.machine import Machine
@@ -24,7 +24,7 @@ from hetdpt.stages.layers import FOLDER, plan_of
 from hetdpt.stages.summary import summarise
 from hetdpt.stages.task import Result, Task
 from hetdpt.studies.compare import GIVEN, CompareConfig, compare_into
-from hetdpt.studies.compare_work import Trained, write_values
+from hetdpt.studies.compare_work import Trained
 from hetdpt.studies.comparison import Comparison, Row
 from hetdpt.surgery import known
 
@@ -134,5 +134,5 @@ def report(task: Task) -> Result:
     out = task.config.out
     found = summarise(task).to_dict()
     names = write_reports(out, found)
-    write_values(out / SUMMARY, found)  # last: with it the run is finished
+    write_json(out / SUMMARY, found)  # last: with it the run is finished
     return {"files": {name: sha256(out / name) for name in (*names.values(), SUMMARY)}}

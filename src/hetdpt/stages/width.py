@@ -27,7 +27,7 @@ from hetdpt.predictor.allocate import allocate as split_budget
 from hetdpt.report.results import Candidate
 from hetdpt.report.words import counted
 from hetdpt.runs.asked import read_json
-from hetdpt.runs.run import SUMMARY
+from hetdpt.runs.run import summary_of
 from hetdpt.selection.select import select as select_layers
 from hetdpt.stages.budget import held_out, is_met, predictor_of, prices_of
 from hetdpt.stages.layers import FOLDER, plan_of
@@ -149,7 +149,7 @@ def _try(task: Task, split: Split, held: Data) -> dict[str, Any]:
     )
     for _ in epochs:
         pass
-    summary = read_json(folder / BRIEF / SUMMARY)
+    summary = summary_of(folder / BRIEF)
     task.note(f"{split} and width: {summary['last']:.2f} %")
     scores = {"start": summary["start"], "accuracy": summary["last"], "predicted": split.accuracy}
     return {**asdict(split.budget), **read_json(folder / START / FOUND), **scores}

@@ -32,7 +32,7 @@ from hetdpt.collection.work import Workplace
 from hetdpt.data.held_out import hold_out
 from hetdpt.data.sources import Data, open_data
 from hetdpt.errors import PlanError, PredictError
-from hetdpt.files import written
+from hetdpt.files import write_json, written
 from hetdpt.modules import clone, find_device
 from hetdpt.plan import Budget, Plan
 from hetdpt.predictor.polynomial import Row
@@ -44,7 +44,7 @@ from hetdpt.report.comparison import draw, write_csv
 from hetdpt.runs.run import share
 from hetdpt.selection.methods import METHODS, method_called
 from hetdpt.selection.select import SelectConfig
-from hetdpt.studies.compare_work import Cell, Done, Job, plan_key, write_values
+from hetdpt.studies.compare_work import Cell, Done, Job, plan_key
 from hetdpt.studies.comparison import RESULTS, Comparison, Dense, summarise
 from hetdpt.studies.comparison import Row as Compared
 from hetdpt.surgery import place_, ready, removable
@@ -146,7 +146,7 @@ def compare_into(
 
 
 def _write(directory: Path, found: Comparison) -> None:
-    write_values(directory / RESULTS, found.to_dict())
+    write_json(directory / RESULTS, found.to_dict())
     with written(directory / TABLE) as scratch:
         write_csv(found, scratch)
     with written(directory / FIGURE) as scratch:

@@ -22,7 +22,7 @@ from hetdpt.data.sources import Data
 from hetdpt.data.streams import Stream
 from hetdpt.errors import FileError, first_line
 from hetdpt.export.saved import load
-from hetdpt.files import written
+from hetdpt.files import keep_json, kept_json
 from hetdpt.keeping import recover_into
 from hetdpt.measurement.accuracy import evaluate
 from hetdpt.measurement.costs import Costs
@@ -32,7 +32,7 @@ from hetdpt.plan import KINDS, Plan, Site
 from hetdpt.predictor.allocate import Allocation
 from hetdpt.recovery import RecoverConfig
 from hetdpt.runs.checkpoints import CHECKPOINTS, Checkpoints
-from hetdpt.runs.run import SUMMARY
+from hetdpt.runs.run import summary_of
 from hetdpt.selection.importance import Picked
 from hetdpt.selection.methods import method_called
 from hetdpt.selection.select import SelectConfig, select
@@ -230,7 +230,7 @@ class Job:
     def _evaluate_dense(self, claim: Claim) -> None:
         found = self._evaluate(self.model, "dense: evaluating")
         claim.require_held()
-        write_values(self.directory / DENSE_FILE, asdict(found))
+        keep_json(self.directory / DENSE_FILE, asdict(found))
 
     def _evaluate(self, model: nn.Module, stage: str) -> Trained:
         begun, answers = time.monotonic(), _Answers(self.data)
@@ -242,7 +242,7 @@ class Job:
         chosen = self._beginning(cell) or self._selected(cell, claim)
         assert len(chosen.plan) == cell.layers, f"{cell} chose {chosen.plan}"
         claim.require_held()
-        write_values(self._plan_file(cell), {**asdict(cell), **asdict(chosen)})
+        keep_json(self._plan_file(cell), {**asdict(cell), **asdict(chosen)})
         self._tidy()
 
     def _beginning(self, cell: Cell) -> Chosen | None:
@@ -303,12 +303,12 @@ class Job:
         )
         for _ in epochs:
             claim.require_held()
-        summary: dict[str, Any] = json.loads((folder / SUMMARY).read_text())
+        summary = summary_of(folder)
         student = load(folder / "last").to(next(self.model.parameters()).device)
         found = self._evaluate(student, f"{cell.key}: evaluating")
         claim.require_held()
         found = replace(found, start=summary["start"], seconds=summary["seconds"], method=cell.method)
-        write_values(folder / RESULT_FILE, asdict(found))
+        keep_json(folder / RESULT_FILE, asdict(found))
         self._tidy()
 
     def _tidy(self) -> None:
@@ -344,7 +344,7 @@ class Job:
         speed, costs = timing.throughput["dense"], Costs.of(dense, size)
         measured = f"{speed.device}, {speed.dtype}, batch {speed.batch}"
         claim.require_held()
-        write_values(self.directory / SPEED_FILE, asdict(Timed(measured, speed.value, costs.macs, costs.params, found)))
+        keep_json(self.directory / SPEED_FILE, asdict(Timed(measured, speed.value, costs.macs, costs.params, found)))
 
     def _plan_file(self, cell: Cell) -> Path:
         return self.directory / PLANS / f"{cell.key}.json"
@@ -394,18 +394,11 @@ def _picked(values: dict[str, Any]) -> Picked:
     return Picked(Site(**values["site"]), values["score"])
 
 
-def write_values(file: Path, values: dict[str, Any]) -> None:
-    """Write ``values`` as JSON, whole or not at all."""
-    file.parent.mkdir(exist_ok=True)
-    with written(file) as scratch:
-        scratch.write_text(json.dumps(values, indent=1) + "\n")
-
-
 def _read(file: Path, make: Callable[[dict[str, Any]], Found]) -> Found | None:
-    """Return what ``write_values`` wrote; None where it has not."""
+    """Return what ``keep_json`` wrote; None where it has not."""
+    way_out = "remove it to have it made again"
     try:
-        return make(json.loads(file.read_text()))
-    except FileNotFoundError:
-        return None
+        values = kept_json(file, way_out)
+        return None if values is None else make(values)
     except (ValueError, TypeError, KeyError) as error:
-        raise FileError(f"{file} is damaged ({first_line(error)}); remove it to have it made again") from None
+        raise FileError(f"{file} is damaged ({first_line(error)}); {way_out}") from None

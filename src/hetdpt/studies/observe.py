@@ -11,7 +11,6 @@ results.json   all of it, with a summary; also as results.csv and results.png
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -29,7 +28,7 @@ from hetdpt.collection.work import CLAIMS, STEPS, Claimed, Workplace
 from hetdpt.data.sources import Data, open_data
 from hetdpt.data.unlabelled import ImageBatches
 from hetdpt.errors import DataError, FileError, PlanError, first_line
-from hetdpt.files import written
+from hetdpt.files import keep_json, kept_json, write_json, written
 from hetdpt.insight.observe import Asymmetry, Disparity, Observations, accuracies_without, gradient_disparity
 from hetdpt.measurement.accuracy import evaluate
 from hetdpt.modules import clone, find_device
@@ -43,8 +42,18 @@ from hetdpt.surgery import Removal, place_, removable
 
 RESULTS, TABLE, FIGURE = "results.json", "results.csv", "results.png"
 Part = Literal["accuracy", "gradients", "layers"]
-Result = float | Disparity | Asymmetry
-TYPES: dict[Part, Any] = {"accuracy": float, "gradients": Disparity, "layers": Asymmetry}
+
+
+@dataclass(frozen=True)
+class Dense:
+    """The model as it was given."""
+
+    accuracy: float
+    """Percent."""
+
+
+Result = Dense | Disparity | Asymmetry
+TYPES: dict[Part, Any] = {"accuracy": Dense, "gradients": Disparity, "layers": Asymmetry}
 """What is in the files of each folder."""
 
 
@@ -191,15 +200,14 @@ class _Job:
         """Do it, and write what came out."""
         found = self._observe(task, claim)
         claim.require_held()
-        self._file(task).parent.mkdir(exist_ok=True)
-        with written(self._file(task)) as scratch:
-            scratch.write_text(json.dumps(found if isinstance(found, float) else asdict(found), indent=1) + "\n")
+        keep_json(self._file(task), asdict(found))
         _clear(self.directory, self.name(task))
 
     def _observe(self, task: Task, claim: Claim) -> Result:
         place, name = self.place, self.name(task)
         if task.removal is None:
-            return evaluate(self.model, self.data, workers=place.workers, progress=place.stage("evaluating")).top1
+            progress = place.stage("evaluating")
+            return Dense(evaluate(self.model, self.data, workers=place.workers, progress=progress).top1)
         keeper = Claimed(Checkpoints(self._folder(task) / CHECKPOINTS, place.minutes), claim)
         options: Any = {
             "device": place.device,
@@ -239,12 +247,12 @@ def _clear(directory: Path, name: str) -> None:
 
 def read_measured(file: Path, kind: Any) -> Any:
     """Return what was written of a measurement, as a value of that ``kind``; None where nothing was."""
+    way_out = "remove it to measure it again"
     try:
-        return TypeAdapter(kind).validate_json(file.read_text())
-    except FileNotFoundError:
-        return None
+        values = kept_json(file, way_out)
+        return None if values is None else TypeAdapter(kind).validate_python(values)
     except ValueError as error:
-        raise FileError(f"{file} is damaged ({first_line(error)}); remove it to measure it again") from None
+        raise FileError(f"{file} is damaged ({first_line(error)}); {way_out}") from None
 
 
 def read_results(directory: Path) -> Observations:
@@ -253,10 +261,10 @@ def read_results(directory: Path) -> Observations:
         part: [read_measured(file, kind) for file in (directory / part).glob("[!.]*.json")]
         for part, kind in TYPES.items()
     }
-    accuracies, disparities, asymmetries = found.values()
+    dense, disparities, asymmetries = found.values()
     disparities.sort(key=lambda row: _rank(row.removal))
     asymmetries.sort(key=lambda row: (_rank(row.removal), row.site.block, KINDS.index(row.site.kind)))
-    return Observations(accuracies[0] if accuracies else None, tuple(disparities), tuple(asymmetries))
+    return Observations(dense[0].accuracy if dense else None, tuple(disparities), tuple(asymmetries))
 
 
 def _rank(removal: Removal) -> tuple[int, str]:
@@ -269,8 +277,7 @@ def _write_results(directory: Path) -> None:
     found = None
     while (now := read_results(directory)) != found:
         found = now
-        with written(directory / RESULTS) as scratch:
-            scratch.write_text(json.dumps(found.to_dict(), indent=1) + "\n")
+        write_json(directory / RESULTS, found.to_dict())
         with written(directory / TABLE) as scratch:
             write_csv(found, scratch)
         with written(directory / FIGURE) as scratch:

@@ -29,7 +29,7 @@ from hetdpt.data.fit import check_classes
 from hetdpt.data.sources import Data, open_data
 from hetdpt.data.subset import subset
 from hetdpt.errors import DataError, MeasureError, ModelError, PlanError
-from hetdpt.files import written
+from hetdpt.files import keep_json, write_json, written
 from hetdpt.measurement.accuracy import BATCH, evaluate
 from hetdpt.measurement.costs import Costs
 from hetdpt.measurement.speed import Ratio, measure_throughput
@@ -38,7 +38,6 @@ from hetdpt.plan import Budget, Measurement
 from hetdpt.reductions import Tokens
 from hetdpt.report.tokens import draw, write_csv
 from hetdpt.runs.run import share
-from hetdpt.studies.compare_work import write_values
 from hetdpt.studies.observe import read_measured
 from hetdpt.surgery import InputSize, known, ready, record_of, survey_of
 
@@ -358,7 +357,7 @@ class _Job:
         else:
             values = {key: asdict(speed) for key, speed in self.bench.time().items()}
         claim.require_held()
-        write_values(self._file(case), values)
+        keep_json(self._file(case), values)
 
     def _file(self, case: Case | None) -> Path:
         return self.directory / POINTS / f"{self.bench.key(case)}.json" if case else self.directory / SPEED
@@ -366,7 +365,7 @@ class _Job:
 
 def _write(directory: Path, rows: list[Row]) -> None:
     values = [row.to_dict() for row in rows]
-    write_values(directory / RESULTS, {"points": values})
+    write_json(directory / RESULTS, {"points": values})
     with written(directory / TABLE) as scratch:
         write_csv(values, scratch)
     with written(directory / FIGURE) as scratch:

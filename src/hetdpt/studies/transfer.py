@@ -37,7 +37,7 @@ from hetdpt.downstream.features import Features, heads_in, take_features, with_c
 from hetdpt.downstream.probe import STRENGTHS, LinearProbe, choose_strength, fit_probe
 from hetdpt.errors import DataError, MeasureError, ModelError
 from hetdpt.export.saved import RECIPE, load, require_savable, save
-from hetdpt.files import written
+from hetdpt.files import keep_json, write_json, written
 from hetdpt.keeping import CALIBRATION, pruned, recover_into
 from hetdpt.measurement.accuracy import BATCH, evaluate, wilson_interval
 from hetdpt.measurement.costs import Costs
@@ -48,7 +48,6 @@ from hetdpt.recovery import RecoverConfig, recover
 from hetdpt.report.observation import spell
 from hetdpt.report.tokens import write_csv
 from hetdpt.runs.run import share
-from hetdpt.studies.compare_work import write_values
 from hetdpt.studies.comparison import RIGHT, UNREAD, WRONG, Difference, difference_of
 from hetdpt.studies.observe import read_measured
 from hetdpt.surgery import merge_, place_, record_of
@@ -344,7 +343,7 @@ class _Job:
         outcome = learn(case, model, claim)
         claim.require_held()
         entry = _entry(case, replace(outcome, seconds=time.monotonic() - begun))
-        write_values(folder / RESULT, asdict(entry))
+        keep_json(folder / RESULT, asdict(entry))
 
     def _folder(self, case: Case) -> Path:
         return self.directory / MODELS / case.key
@@ -491,7 +490,7 @@ def _write(directory: Path, mode: str, cases: list[Case]) -> None:
     while (now := _entries(directory)) != found:
         found = now
         values = [row.to_dict() for row in _rows(directory, cases, found)]
-        write_values(directory / RESULTS, {"mode": mode, "rows": values})
+        write_json(directory / RESULTS, {"mode": mode, "rows": values})
         with written(directory / TABLE) as scratch:
             write_csv(values, scratch)
 
