@@ -18,7 +18,7 @@ from hetdpt.data.augmentation import Augmentation
 from hetdpt.data.batches import EvaluationBatches, Share, TrainingBatches
 from hetdpt.data.fit import check_classes
 from hetdpt.data.sources import Data, open_data
-from hetdpt.data.subset import subset
+from hetdpt.data.subset import require_part, subset
 from hetdpt.errors import TrainError
 from hetdpt.measurement.accuracy import measure_accuracy
 from hetdpt.modules import memory_advice
@@ -52,6 +52,7 @@ class RecoverConfig:
     """Training images to use of each class."""
 
     def __post_init__(self) -> None:
+        require_part(self.fraction, self.per_class)
         if not 0 <= self.drop_path < 1:
             raise TrainError(f"drop_path is {self.drop_path}; a chance below 1 was expected")
         if self.cache_teacher and not (self.augmentation.fixed_views and not self.training.mixes):

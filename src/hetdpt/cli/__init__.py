@@ -83,6 +83,7 @@ def main() -> None:
     warnings.showwarning = _show_warning
     try:
         with stoppable():
+            _require_no_empty(sys.argv[1:])
             app()
     except (HetDPTError, OSError) as error:
         rank = os.environ.get("RANK", "0")
@@ -98,6 +99,17 @@ def main() -> None:
     except SystemExit as end:  # typer's way of being done
         _leave(end.code)
         raise
+
+
+def _require_no_empty(words: list[str]) -> None:
+    """Raise ``HetDPTError`` for a word without letters, such as "" of a variable that a shell script has not set."""
+    for number, word in enumerate(words):
+        name, is_option, value = word.partition("=")
+        if word.strip() and not (word.startswith("--") and is_option and not value.strip()):
+            continue
+        before = words[number - 1] if number else ""
+        what = name if is_option else before if before.startswith("-") else "an argument"
+        raise HetDPTError(f"{what} is empty; give it a value, or leave it out")
 
 
 @app.callback(invoke_without_command=True)

@@ -56,7 +56,7 @@ def inspect(
     from hetdpt.modules import clone, find_device
     from hetdpt.surgery import merge_, place_, sites, survey_of
 
-    chosen = read_plan(plan) if plan else Plan()
+    chosen, place = read_plan(plan) if plan else Plan(), find_device(device)
     network = open_model(model, weights=weights, num_classes=num_classes, img_size=img_size, is_empty=not latency)
     found = survey_of(network)
     left = sites(network)
@@ -65,7 +65,7 @@ def inspect(
         costs["pruned"] = Costs.of(merge_(place_(clone(network), chosen)), found.input_size)
     table = None
     if latency:
-        network.to(find_device(device))
+        network.to(place)
         with progress("timing", quiet or as_json) as move:
             table = latency_table(network, batch=batch, progress=move)
     if as_json:
@@ -156,11 +156,11 @@ def apply(
     from hetdpt.surgery import merge_, prune_, survey_of
 
     require_new(out, overwrite, RECIPE)
-    chosen = with_removal(read_plan(plan), removal, "calibrated" if data else "plain")
+    chosen, place = with_removal(read_plan(plan), removal, "calibrated" if data else "plain"), find_device(device)
     dense = open_model(model, weights=weights, pretrained=pretrained, num_classes=num_classes, img_size=img_size)
     size = survey_of(dense).input_size
     if data and chosen.fitted:
-        dense.to(find_device(device))
+        dense.to(place)
         batches = ImageBatches(open_images(data, root=data_root), preprocessing_of(dense), count=images)
         with progress("calibrating", quiet or as_json) as move:
             pruned = calibrate_(clone(dense), chosen, batches, progress=move).cpu()

@@ -57,12 +57,7 @@ def subset(
     """
     if isinstance(source, Stream):
         raise DataError("a stream of shards has no subset, because its images have no numbers; name fewer shards")
-    if fraction is not None and per_class is not None:
-        raise DataError(f"a subset is a fraction ({fraction}) or a count per class ({per_class}), not both")
-    if fraction is not None and not 0 < fraction <= 1:
-        raise DataError(f"a fraction of the images is above 0 and at most 1, not {fraction}")
-    if per_class is not None and per_class < 1:
-        raise DataError(f"a subset has at least 1 image per class, not {per_class}")
+    require_part(fraction, per_class)
     labels = source.targets()
     if per_class is not None:
         _check_enough(source.classes, labels, per_class)
@@ -70,6 +65,16 @@ def subset(
     else:
         chosen = balanced_order(labels, seed)[: math.ceil((fraction or 1) * len(labels))]
     return Subset(source, tuple(sorted(chosen)))
+
+
+def require_part(fraction: float | None, per_class: int | None) -> None:
+    """Raise ``DataError`` if no data can have such a part."""
+    if fraction is not None and per_class is not None:
+        raise DataError(f"a subset is a fraction ({fraction}) or a count per class ({per_class}), not both")
+    if fraction is not None and not 0 < fraction <= 1:
+        raise DataError(f"a fraction of the images is above 0 and at most 1, not {fraction}")
+    if per_class is not None and per_class < 1:
+        raise DataError(f"a subset has at least 1 image per class, not {per_class}")
 
 
 def balanced_order(labels: Sequence[int], seed: int) -> list[int]:

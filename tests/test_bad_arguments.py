@@ -1,0 +1,122 @@
+"""Every option of every command with every sort of wrong value: exit code 2, one sentence, nothing written."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import test_cli
+import test_training_cli
+import typer
+from test_cli import Run
+
+import hetdpt
+from hetdpt.cli import app
+
+run = test_cli.run  # the fixture
+WRONG = {int: ("x", "-7", "1.5", ""), float: ("x", "nan", "-1", "")}
+WRONG_TEXTS = ("", "no such thing", "\u2028[{")
+UNUSED = {"--data-root", "--revision", "--message"}  # with these data and models any text will do
+LOOP = ("--epochs", "1", "--batch-size", "8", "--per-class", "2", "--workers", "0")
+WORDS: dict[str, tuple[str, ...]] = {
+    "run": ("MODEL", "--data", "demo", "--layers", "2", "--images", "16", "--workers", "0"),
+    "collect": ("MODEL", "--data", "demo", "--rounds", "1,1,1", "--images", "16", *LOOP),
+    "oneshot": ("MODEL", "--data", "demo", "--layers", "2", "--images", "16"),
+    "select": ("MODEL", "--data", "demo", "--layers", "2", "--images", "16", *LOOP),
+    "compare": ("MODEL", "--data", "demo", "--layers", "2", "--methods", "random", "--images", "16", *LOOP),
+    "observe": ("MODEL", "--data", "demo", "--blocks", "0", "--images", "16", *LOOP),
+    "tokens": ("MODEL", "--r", "1,2", "--data", "demo", "--workers", "0"),
+    "transfer": ("MODEL", "--data", "demo", "--plan", "PLAN", "--workers", "0"),
+    "train": ("MODEL", "--data", "demo", *LOOP),
+    "recover": ("MODEL", "--plan", "PLAN", "--data", "demo", *LOOP),
+    "scan": ("MODEL", "--data", "demo", "--images", "16"),
+    "width": ("MODEL", "--macs", "80%", "--data", "demo", "--images", "16"),
+    "eval": ("MODEL", "--data", "demo", "--workers", "0"),
+    "bench": ("MODEL",),
+    "inspect": ("MODEL",),
+    "apply": ("MODEL", "--plan", "PLAN"),
+    "predict": ("SAMPLES", "--layers", "2"),
+}
+MANY = ("run", "collect", "select", "compare")  # options, so that it takes ten seconds
+MODELS = ("", "no_such_model", "hf:", ".", "..", "/dev/null", "vit_tiny_patch16_224\n", "ü" * 300)
+COMMANDS: Any = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+
+
+def options(command: str) -> list[Any]:
+    """Return the options of a command that take a value, but for where it writes."""
+    named = [one for one in COMMANDS[command].params if one.param_type_name == "option" and not one.is_flag]
+    return [one for one in named if one.opts[0] not in {"--out", *UNUSED}]
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("bad")
+    test_training_cli.build(folder / "dense")
+    (folder / "plan.json").write_text(hetdpt.Plan(attention=(1,), activation=(2,)).to_json())
+    rows = ["attention,activation,accuracy", "0,0,70", "1,0,69", "2,0,66", "0,1,68", "0,2,64", "1,1,66", "2,2,60"]
+    (folder / "samples.csv").write_text("\n".join(rows))
+    return folder
+
+
+def words_of(command: str, home: Path) -> list[str]:
+    places = {"MODEL": home / "dense", "PLAN": home / "plan.json", "SAMPLES": home / "samples.csv"}
+    words = [str(places.get(word, word)) for word in WORDS[command]]
+    has_out = any(one.opts[0] == "--out" for one in COMMANDS[command].params)
+    return [command, *words, *(("--out", str(home / "out")) if has_out else ())]
+
+
+def require_refused(told: test_cli.Result, what: str) -> None:
+    lines = [line for line in told.err.splitlines() if line.lower().startswith("error")]
+    assert (told.code, len(lines)) == (2, 1), f"{what}: {told}"
+    assert "Traceback" not in told.err, what
+
+
+@pytest.mark.parametrize(
+    "command", [pytest.param(name, marks=pytest.mark.slow) if name in MANY else name for name in WORDS]
+)
+def test_wrong_values_are_refused(command: str, home: Path, run: Run) -> None:
+    tried = 0
+    for option in options(command):
+        for value in WRONG.get(option.type_descriptor.annotation, WRONG_TEXTS):
+            given = words_of(command, home)
+            name = option.opts[0]
+            require_refused(run(*given, name, value), f"{command} {name} {value!r}")
+            written = (home / "out").exists()
+            shutil.rmtree(home / "out", ignore_errors=True)
+            assert not written, f"{command} {name} {value!r} has written something"
+            tried += 1
+    assert tried >= 2 * len(options(command)) > 0
+
+
+@pytest.mark.parametrize("command", WORDS)
+def test_what_is_missing_or_unknown_is_refused(command: str, home: Path, run: Run) -> None:
+    given = words_of(command, home)
+    require_refused(run(command), f"{command} alone")
+    require_refused(run(*given, "--no-such-option"), f"{command} with an unknown option")
+    require_refused(run(*given, "one", "too", "many"), f"{command} with too much")
+    for at in [at for at, word in enumerate(given) if word.startswith("--")]:
+        require_refused(run(*given[: at + 1]), f"{command} that ends with {given[at]}")
+
+
+@pytest.mark.parametrize("command", [name for name in WORDS if WORDS[name][0] == "MODEL"])
+@pytest.mark.parametrize(
+    "model", ["", "no_such_model", "hf:", ".", "..", "/dev/null", "vit_tiny_patch16_224\n", "ü" * 300]
+)
+def test_wrong_models_are_refused(command: str, model: str, home: Path, run: Run) -> None:
+    given = words_of(command, home)
+    require_refused(run(command, model, *given[2:]), f"{command} {model!r}")
+
+
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        (("inspect", ""), "an argument"),
+        (("inspect", "demo", "--plan", "  "), "--plan"),
+        (("inspect", "demo", "--plan="), "--plan"),
+        (("", "demo"), "an argument"),
+    ],
+)
+def test_an_empty_word_is_named(run: Run, words: tuple[str, ...], what: str) -> None:
+    run(*words).is_refused(f"{what} is empty; give it a value, or leave it out")
