@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ WORDS: dict[str, tuple[str, ...]] = {
 }
 MANY = ("run", "collect", "select", "compare")  # options, so that it takes ten seconds
 MODELS = ("", "no_such_model", "hf:", ".", "..", "/dev/null", "vit_tiny_patch16_224\n", "ü" * 300)
+TRIED: list[str] = []
 COMMANDS: Any = typer.main.get_command(app).commands  # type: ignore[attr-defined]
 
 
@@ -67,7 +69,16 @@ def words_of(command: str, home: Path) -> list[str]:
     return [command, *words, *(("--out", str(home / "out")) if has_out else ())]
 
 
+@pytest.fixture(autouse=True)
+def count(record_property: Callable[[str, object], None]) -> Iterator[None]:
+    """Say how many commands were tried, for docs/reliability.md."""
+    TRIED.clear()
+    yield
+    record_property("tried: command line", len(TRIED))
+
+
 def require_refused(told: test_cli.Result, what: str) -> None:
+    TRIED.append(what)
     lines = [line for line in told.err.splitlines() if line.lower().startswith("error")]
     assert (told.code, len(lines)) == (2, 1), f"{what}: {told}"
     assert "Traceback" not in told.err, what

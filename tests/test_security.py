@@ -14,10 +14,11 @@ from typing import Any
 
 import pytest
 import test_cli
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from packaging.requirements import Requirement
 from run_directories import build_run
+from test_bad_files import EXAMPLES, TRIED, count  # noqa: F401 - a fixture
 from test_cli import Run
 from test_training_cli import build
 
@@ -126,6 +127,7 @@ HARMFUL: dict[str, Any] = {
 @pytest.mark.parametrize("harm", HARMFUL)
 def test_a_doctored_recipe_is_refused(copy: Path, harm: str) -> None:
     doctor(copy, HARMFUL[harm])
+    TRIED["saved model, sealed again"] += 1
     with pytest.raises(HetDPTError):
         hetdpt.load(copy)
 
@@ -143,7 +145,7 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@EXAMPLES
 @given(data=st.data(), value=JSON)
 def test_any_entry_of_a_recipe_may_be_anything(saved: Path, data: st.DataObject, value: Any) -> None:
     """Whatever stands in a sealed recipe, loading it ends in a model or in a sentence."""
@@ -156,6 +158,7 @@ def test_any_entry_of_a_recipe_may_be_anything(saved: Path, data: st.DataObject,
         table = table[key]
     table[key] = value
     write_sealed_json(file, values)
+    TRIED["saved model, sealed again"] += 1
     try:
         with suppress(HetDPTError):
             hetdpt.load(saved)

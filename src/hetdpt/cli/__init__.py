@@ -31,7 +31,7 @@ from hetdpt.cli import (
     transfer,
     width,
 )
-from hetdpt.cli.stopping import Stopped, farewell, reason, stoppable
+from hetdpt.cli.stopping import Stopped, farewell, one_line, reason, stoppable
 from hetdpt.errors import HetDPTError
 
 app = typer.Typer(
@@ -87,7 +87,7 @@ def main() -> None:
             app()
     except (HetDPTError, OSError) as error:
         rank = os.environ.get("RANK", "0")
-        text = reason(error) if isinstance(error, OSError) else str(error)
+        text = one_line(reason(error) if isinstance(error, OSError) else str(error))
         typer.echo(f"error: {text}" if rank == "0" else f"error in process {rank}: {text}", err=True)
         _leave(2)
         sys.exit(2)

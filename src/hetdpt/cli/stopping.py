@@ -70,6 +70,15 @@ def farewell(stopped: Stopped) -> str:
     return f"stopped by {stopped.name}; nothing was written, and the same command begins anew"
 
 
+def one_line(text: str) -> str:
+    """Return ``text`` without what would break its line or command the terminal: it may quote a file of anyone.
+
+    >>> one_line("no setting a\\nb\\x1b[2J")
+    'no setting a b [2J'
+    """
+    return " ".join("".join(letter if letter.isprintable() else " " for letter in text).split(" "))
+
+
 def reason(error: OSError) -> str:
     """Return what the system refuses, in a sentence.
 

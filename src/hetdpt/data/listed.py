@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -62,9 +63,11 @@ def reading(name: str) -> Iterator[None]:
 
 def decode(file: IO[bytes]) -> Image.Image:
     """Return the whole image in ``file``, which is closed."""
-    with file, Image.open(file) as image:
-        image.load()
-        return image
+    with file, warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # PIL's, of what a camera wrote beside the pixels
+        with Image.open(file) as image:
+            image.load()
+            return image
 
 
 def decode_file(path: str) -> Image.Image:

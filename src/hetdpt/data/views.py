@@ -156,7 +156,8 @@ def mode_of(preprocessing: Preprocessing) -> str:
 def in_mode(image: Image, mode: str) -> Image:
     """Return ``image`` in ``mode``, grey or colours of 8 bits; of grey with 16 bits the upper 8 count.
 
-    PIL keeps such grey in its modes I;16 and I, and by itself would make everything above 255 white.
+    PIL keeps such grey in its modes I;16 and I, and by itself would make everything above 255 white. Floats of at most
+    1 are parts of white; PIL would make all of them black.
 
     >>> in_mode(fromarray(np.array([[0, 25700, 65535]], dtype=np.uint16)), "L").getpixel((1, 0))
     100
@@ -166,6 +167,10 @@ def in_mode(image: Image, mode: str) -> Image:
     if image.mode == "I" or image.mode.startswith("I;16"):
         pixels = np.clip(np.asarray(image), 0, 65535) >> 8
         image = fromarray(pixels.astype(np.uint8))
+    elif image.mode == "F" and np.max(pixels := np.nan_to_num(np.asarray(image))) <= 1:
+        image = fromarray((np.clip(pixels, 0, 1) * 255).astype(np.uint8))
+    elif image.mode == "P" and isinstance(image.info.get("transparency"), bytes):
+        image = image.convert("RGBA")  # PIL warns of the direct way
     return image.convert(mode)
 
 
