@@ -43,13 +43,13 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import cycle
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from evidence import RESULTS, Recorder
 from fault_jobs import JOBS, World, make_world
@@ -65,6 +65,8 @@ CHANGES = ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.truncat
 PASSING = ("claims", "checkpoints")  # directories whose files come and go
 TOLD = r"^(?:signalled|changes) (.*)\n"
 Found = dict[str, Any]
+T = TypeVar("T")
+UNREAD = ("report.json", "metrics.jsonl", "config.json")  # by hetdpt: the last one is for timm
 
 
 @dataclass(frozen=True)
@@ -181,6 +183,8 @@ def contents(root: Path) -> Found:
         name = str(file.relative_to(root))
         if not file.is_file() or any(part in PASSING for part in file.relative_to(root).parts):
             continue
+        if file.name == "metrics.jsonl":  # numbers for people, of which a damaged file has fewer
+            continue
         if file.suffix == ".json":
             with suppress(ValueError):  # damaged, so that its entries are not there
                 found |= {f"{name}: {key}": value for key, value in _entries(json.loads(file.read_bytes()))}
@@ -198,6 +202,17 @@ def _entries(values: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         return
     for key, value in values.items() if isinstance(values, dict) else enumerate(values):
         yield from _entries(value, f"{path}.{key}")
+
+
+def spread(values: Sequence[T], count: int) -> list[T]:
+    """Return ``count`` of the values, from the first to the last; all where there are no more.
+
+    >>> spread([1, 2, 3, 4, 5], 3)
+    [1, 3, 5]
+    """
+    if count >= len(values):
+        return list(values)
+    return [values[round(part * (len(values) - 1) / (count - 1))] for part in range(count)]
 
 
 class Trial:
@@ -235,7 +250,7 @@ class Trial:
 
     def moments(self, count: int) -> list[int]:
         """Return numbers of changes of files, evenly spread."""
-        return sorted({1 + round(part * (self.changes - 1) / max(1, count - 1)) for part in range(count)})
+        return spread(range(1, self.changes + 1), count)
 
     def half(self) -> Path:
         """Return a directory that a kill left half-done."""
@@ -340,7 +355,7 @@ DAMAGES: dict[str, Callable[[Path], Any]] = {
 def damaged(trial: Trial) -> Iterator[tuple[str, Found]]:
     for state, left in (("half-done", trial.half()), ("finished", trial.home / "whole")):
         others = cycle(way for way in DAMAGES if way != "flipped")
-        for file in one_of_each_sort(left):
+        for file in spread(one_of_each_sort(left), 3 * trial.points):
             for way in ("flipped", next(others)) if (left / file).stat().st_size else ("gone",):
                 trial.begin(left)
                 DAMAGES[way](trial.here / file)
@@ -374,7 +389,7 @@ def after_damage(trial: Trial, left: Path, file: Path) -> Found:
 
 
 def is_for_people(file: Path) -> bool:
-    return file.suffix in (".png", ".md", ".html", ".csv", ".claim") or file.name in ("report.json", "metrics.jsonl")
+    return file.suffix in (".png", ".md", ".html", ".csv", ".claim") or file.name in UNREAD
 
 
 def is_refused_by_use(file: Path, trial: Trial) -> bool:
