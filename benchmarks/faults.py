@@ -89,6 +89,10 @@ class Ended:
         return "Traceback" in self.text or self.code == HANGS
 
     @property
+    def warnings(self) -> set[str]:
+        return set(re.findall(r"^\s*warning: .*", self.text, re.M))
+
+    @property
     def said(self) -> str:
         """The line that matters: the error, else where it was stopped, else the warning, else the last."""
         lines = [line for line in self.text.splitlines() if line.strip()]
@@ -222,7 +226,7 @@ class Trial:
         self.name, self.world, self.points = name, world, points
         self.home, self.here = home / name, home / name / "here"
         self.words = [*JOBS[name](world), "--out", str(self.here / ("out.json" if name == "select" else "out"))]
-        self.changes = 0
+        self.changes, self.warnings = 0, set[str]()
         runs = [self._undisturbed(name) for name in ("one", "whole")]
         self.stable = {name: value for name, value in runs[0].items() if runs[1].get(name, self) == value}
 
@@ -231,7 +235,7 @@ class Trial:
         ended = self.give()
         if ended.code:
             sys.exit(f"{self.name} fails undisturbed:\n{ended.text}")
-        self.changes = ended.changes
+        self.changes, self.warnings = ended.changes, self.warnings | ended.warnings
         shutil.copytree(self.here, self.home / name)
         return contents(self.here)
 
@@ -275,7 +279,7 @@ class Trial:
             outcome = "lost"
         elif first.is_refused:
             outcome = "refused"
-        elif "warning: " in first.text + last.text:
+        elif (first.warnings | last.warnings) - self.warnings:
             outcome = "warned"
         found: Found = {"outcome": outcome, "said": (crashed or [first])[0].said.replace(str(self.home.parent), "")}
         if outcome == "lost":
