@@ -30,6 +30,7 @@ Commands run in processes forked off this one, where torch is loaded already. Fa
 from __future__ import annotations
 
 import argparse
+import csv
 import json
 import os
 
@@ -66,6 +67,7 @@ PASSING = ("claims", "checkpoints")  # directories whose files come and go
 TOLD = r"^(?:signalled|changes) (.*)\n"
 Found = dict[str, Any]
 T = TypeVar("T")
+TIMES = "second|speed|throughput|latency|time|begun|measured"  # entries that are never twice the same
 UNREAD = ("report.json", "metrics.jsonl", "config.json")  # by hetdpt: the last one is for timm
 
 
@@ -192,12 +194,12 @@ def contents(root: Path) -> Found:
         if file.suffix == ".json":
             with suppress(ValueError):  # damaged, so that its entries are not there
                 found |= {f"{name}: {key}": value for key, value in _entries(json.loads(file.read_bytes()))}
-        elif file.suffix in (".csv", ".jsonl"):
-            cells = re.split("[,\n]", file.read_text(errors="replace"))
-            found |= {f"{name}: {number}": cell for number, cell in enumerate(cells)}
+        elif file.suffix == ".csv":
+            lines = csv.DictReader(file.read_text(errors="replace").splitlines())
+            found |= {f"{name}: {key}": value for key, value in _entries(list(lines))}
         else:
             found[name] = sha256(file)
-    return found
+    return {name: value for name, value in found.items() if not re.search(TIMES, name)}
 
 
 def _entries(values: Any, path: str = "") -> Iterator[tuple[str, Any]]:
