@@ -42,6 +42,7 @@ class Step:
 # What needs no search of many layers.
 QUICK_PEERS = ("one-shot", "--targets", "0.84", "--peers", "block drop", "ToMe", "truncate", "--work", f"{QUICK}/peers")
 QUICK_METHODS = ("demo", "--removal", "calibrated", "--layers", "4", "--methods", "hetdpt,random", "--work", f"{QUICK}")
+QUICK_FAULTS = ("--jobs", "oneshot", "--faults", "kill", "interrupt", "--points", "2")
 SUITE = (
     Step("paper.py", ("costs",), ("costs", "--quick"), "paper_costs"),
     Step("paper.py", ("speed",), ("speed", "--quick"), "paper_speed"),
@@ -50,6 +51,9 @@ SUITE = (
     Step("peers.py", (), QUICK_PEERS, "peers", needs_data=True, processes=2),
     Step("accuracy.py", ("demo", "--seeds", "3"), QUICK_METHODS, "accuracy", processes=2),
     Step("accuracy.py", ("vit-tiny", "--seeds", "3"), None, "accuracy", needs_data=True, processes=2),
+    Step("faults.py", (), QUICK_FAULTS, "faults"),
+    Step("bad_input.py", (), None, "bad_input"),
+    Step("scale.py", (), None, "scale"),
 )
 
 
