@@ -7,7 +7,9 @@ schedule takes layers away one at a time, each the least important of its own ki
 The gradient at m = 1 tells what a little less of a layer would cost, not what its removal would; where the weights are
 at a minimum of the loss it is 0, since a layer's size is one of the weights. So, unless asked not to, the search tries:
 for every image one candidate is closed for once, all in turn, and the gradient at m = 0 counts, that at m = 1 does not.
-Where the loss is quadratic in m and least at m = 1, half of it is loss(m = 0) - loss(m = 1).
+Where the loss is quadratic in m and least at m = 1, half of it is loss(m = 0) - loss(m = 1). A search of few images
+would take its first layers before it has tried them: it waits until each was tried on some images, and then goes
+through the schedule in what is left of its updates.
 """
 
 from __future__ import annotations
@@ -26,6 +28,8 @@ from hetdpt.plan import Kind, Site
 from hetdpt.selection.schedule import due
 from hetdpt.surgery import gates_by_site
 from hetdpt.training.trainer import State
+
+ENOUGH = 16  # images on which each candidate is tried before the first layer goes
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,7 @@ class Search:
         self.tried = dict.fromkeys(self.gates, 0.0)
         """Batches for whose images a candidate was closed, in parts."""
         self._draws = (0, 0)  # updates done, and batches of the next one seen
+        self._images, self._begun = 0, None if explores else 0  # that were tried on; the update from which layers go
         if explores:
             model.register_forward_pre_hook(self._try)
 
@@ -82,9 +87,17 @@ class Search:
                 f"the search has {updates} updates to choose {len(self.kinds)} layers in; give it more images or "
                 "epochs, or smaller batches"
             )
-        while len(self.gone) < due(update, updates, len(self.kinds)):
-            self._remove(self.kinds[len(self.gone)])
+        if self._begun is None and self._knows_enough(update, updates):
+            self._begun = update
+        if self._begun is not None:
+            while len(self.gone) < due(update - self._begun, updates - self._begun, len(self.kinds)):
+                self._remove(self.kinds[len(self.gone)])
         self._draws = (update, 0)
+
+    def _knows_enough(self, update: int, updates: int) -> bool:
+        """Whether layers may go: each was tried, or half of the search is over, or updates are left for no more."""
+        is_late = updates - update <= max(updates // 2, len(self.kinds))
+        return is_late or self._images >= ENOUGH * len(self.gates)
 
     def _remove(self, kind: Kind | None) -> None:
         importances = {site: value for site, value in self.importances.items() if kind in (None, site.kind)}
@@ -101,6 +114,7 @@ class Search:
         if not model.training:
             return
         images, to_go = len(args[0]), self.kinds[len(self.gone) :]
+        self._images += images
         left = [site for site, gate in self.gates.items() if gate.is_open and (site.kind in to_go or None in to_go)]
         order = np.random.default_rng((self.seed, *self._draws)).permutation(len(left))
         turns = torch.arange(images) % max(len(left), 1)
@@ -114,12 +128,13 @@ class Search:
     def state(self) -> State:
         places = {site: number for number, site in enumerate(self.gates)}
         gone = [[places[picked.site], picked.score] for picked in self.gone]
-        return {"gone": gone, "tried": list(self.tried.values())}
+        return {"gone": gone, "tried": list(self.tried.values()), "images": self._images, "begun": self._begun}
 
     def restore(self, state: State) -> None:
         sites = list(self.gates)
         self.gone = [Picked(sites[number], score) for number, score in state["gone"]]
         self.tried = dict(zip(sites, state["tried"], strict=True))
+        self._images, self._begun = state["images"], state["begun"]
         for picked in self.gone:
             self.gates[picked.site].is_open = False
             if self.watch is not None:
