@@ -224,10 +224,10 @@ def test_resumed_search_is_the_uninterrupted_one(dense: nn.Module, data: Data) -
         return plan, found
 
     plan, picked = outcome(None)
-    memory = Memory(limit=6)  # of 10 updates: two layers are gone
+    memory = Memory(limit=8)  # of 10 updates: some layers are gone
     with pytest.raises(StoppedError):
         outcome(memory)
-    assert len(memory.states[-1]["companion"]["gone"]) == 2
+    assert 0 < len(memory.states[-1]["companion"]["gone"]) < 4
     memory.limit = None
     again, rest = outcome(memory)
     assert again == plan
@@ -334,3 +334,30 @@ def test_bad_settings_are_refused() -> None:
         SelectConfig(candidates="some")  # type: ignore[arg-type]
     with pytest.raises(HetDPTError, match="2 or more are needed, not 1"):
         SelectConfig(images=1)
+
+
+@pytest.mark.parametrize(
+    ("explores", "images", "updates", "first"),
+    [
+        (False, 1, 80, 3),  # as in the paper: the stages of 8 layers end after 3, 8, 15, ... of 80 epochs
+        (True, 999, 80, 4),  # enough images in the first update, then the same stages of what is left
+        (True, 8, 80, 19),  # 8 sites x 16 images are 16 updates
+        (True, 1, 80, 42),  # so few that half of the search passes
+        (True, 1, 8, 1),  # one update for each layer
+    ],
+)
+def test_no_layer_goes_before_each_was_tried(
+    dense: nn.Module, explores: bool, images: int, updates: int, first: int
+) -> None:
+    gated = hetdpt.gate_(deepcopy(dense))
+    search = Search(gated, ["attention", "activation"] * 4, explores=explores, seed=0)
+    gated.train()
+    went: list[int] = []
+    for update in range(updates + 1):
+        before = len(search.gone)
+        search.before_update(update, updates)
+        went += [update] * (len(search.gone) - before)
+        search._try(gated, (torch.zeros(images, 3, 16, 16),)) if explores else None
+    assert len(went) == 8
+    assert went[0] == first
+    assert went[-1] == updates
