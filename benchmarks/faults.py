@@ -275,7 +275,7 @@ class Trial:
         cure()
         last = first if first.code == 0 else self.give()
         crashed, differs = [one for one in (first, last) if one.is_crash], self.differs()
-        is_done = last.code == 0 or (last.is_refused and "exists already" in last.said)
+        is_done = last.code == 0 or (last.is_refused and " already; give another" in last.said)
         outcome = "equal"
         if crashed or differs or not (is_done and is_told):
             outcome = "lost"
@@ -423,7 +423,7 @@ def data_gone(trial: Trial) -> Iterator[tuple[str, Found]]:
 
         first = trial.give(trial.changes // 2, remove)
         put_back = partial(shutil.copytree, kept, trial.world.images, dirs_exist_ok=True)
-        is_told = first.is_refused or "unreadable" in first.text
+        is_told = first.is_refused or "could not be read" in first.text
         found = trial.after(first, cure=put_back, is_told=is_told)
         if first.code == 0 and is_told:
             found = {"outcome": "warned", "said": first.said}
@@ -438,10 +438,7 @@ def rank_dies(trial: Trial) -> Iterator[tuple[str, Found]]:
              *trial.words, "--device", "cpu"]  # fmt: skip
     trial.begin()
     subprocess.run(group, check=True, capture_output=True)
-    undisturbed = contents(trial.here)
-    trial.stable = {name: value for name, value in trial.stable.items() if name.endswith("start_accuracy")} | {
-        name: value for name, value in undisturbed.items() if name.endswith("model.safetensors")
-    }
+    whole = weights_of(trial)
     for rank in (0, 1):
         trial.begin()
         with subprocess.Popen(group, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) as process:
@@ -451,8 +448,13 @@ def rank_dies(trial: Trial) -> Iterator[tuple[str, Found]]:
             os.kill(int(ranks[rank]), signal.SIGKILL)
             process.communicate()
         again = subprocess.run(group, capture_output=True, text=True)
-        is_equal = again.returncode == 0 and not trial.differs()
+        is_equal = again.returncode == 0 and weights_of(trial) == whole
         yield f"process {rank}", {"outcome": "equal" if is_equal else "lost", "said": ""}
+
+
+def weights_of(trial: Trial) -> Found:
+    """Return the checksums of the weights that a command has left."""
+    return {name: seal for name, seal in contents(trial.here).items() if name.endswith(".safetensors")}
 
 
 FAULTS: dict[str, Callable[[Trial], Iterator[tuple[str, Found]]]] = {
