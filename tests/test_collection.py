@@ -29,6 +29,7 @@ from hetdpt.collection.work import Done, Workplace
 from hetdpt.data.sources import open_data
 from hetdpt.data.unlabelled import ImageBatches
 from hetdpt.errors import FileError, PredictError
+from hetdpt.files import kept_json
 from hetdpt.plan import Budget, Plan
 from hetdpt.predictor.samples import CollectConfig, Step, fine_tune, prune_next
 from hetdpt.recipes import quick
@@ -86,7 +87,7 @@ def environment() -> dict[str, str]:
 def samples(directory: Path) -> dict[str, dict[str, Any]]:
     """Return what is in samples/, without times."""
     files = sorted((directory / "samples").glob("*.json"))
-    return {file.stem: {**json.loads(file.read_text()), "seconds": 0} for file in files}
+    return {file.stem: {**(kept_json(file, "") or {}), "seconds": 0} for file in files}
 
 
 def table(directory: Path) -> list[dict[str, str]]:

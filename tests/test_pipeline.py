@@ -27,6 +27,7 @@ import hetdpt
 from hetdpt.config import RunConfig
 from hetdpt.data.sources import open_data
 from hetdpt.errors import FileError, PlanError
+from hetdpt.files import keep_json
 from hetdpt.measurement.costs import Costs
 from hetdpt.pipeline import FLOW
 from hetdpt.plan import Plan
@@ -240,6 +241,10 @@ class TestWhatHasChanged:
         values = json.loads(file.read_text())
         values["result"]["plan"]["attention"] = [0]
         file.write_text(json.dumps(values))
+        with pytest.raises(FileError, match="select/stage.json is damaged; do that stage again with --redo select"):
+            hetdpt.run(asked(home, out=copy))
+        del values["checksum"]
+        keep_json(file, values)
         with pytest.raises(FileError, match="the stage recover .* was begun with inputs.select = "):
             hetdpt.run(asked(home, out=copy))
 

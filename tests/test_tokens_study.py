@@ -25,6 +25,7 @@ import hetdpt
 from hetdpt.combine.tokens import reduce_tokens_
 from hetdpt.data.sources import open_data
 from hetdpt.errors import FileError, MeasureError, ModelError, PlanError
+from hetdpt.files import keep_json, kept_json
 from hetdpt.modules import clone
 from hetdpt.plan import Plan
 from hetdpt.reductions import Tokens
@@ -200,11 +201,11 @@ def test_killed_it_comes_to_the_same(home: Path, whole: Path, models: dict[str, 
 def test_what_is_slower_is_said_to_be(high: float, home: Path, whole: Path, tmp_path: Path, run: Run) -> None:
     """Where the interval holds what the model is with all tokens, nothing is said."""
     shutil.copytree(whole, tmp_path / "run")
-    speeds = json.loads((whole / "speed.json").read_text())
+    speeds = kept_json(whole / "speed.json", "") or {}
     ratios = [(1.0, 1.0, 1.0), (0.9, 0.8, high), (1.2, 1.1, 1.3), (1.15, 1.0, 1.2)]
     for (_, speed), ratio in zip(sorted(speeds.items()), ratios, strict=True):
         speed["speedup"] = dict(zip(("value", "low", "high"), ratio, strict=True))
-    (tmp_path / "run" / "speed.json").write_text(json.dumps(speeds))
+    keep_json(tmp_path / "run" / "speed.json", speeds)
     command = ("tokens", home / "dense", "--r", 2, "--beside", home / "pruned", "--out", tmp_path / "run", *QUICK)
     notes = [line for line in run(*command).out.splitlines() if line.startswith("note: ")]
     slow = next(one["model"] for one in points_in(tmp_path / "run") if one["speedup"] == 0.9)

@@ -25,6 +25,7 @@ from test_cli import Result, Run
 
 import hetdpt
 from hetdpt.cli import main, show
+from hetdpt.runs.run import summary_of as kept_summary
 
 run = test_cli.run  # the fixture
 
@@ -204,7 +205,7 @@ def finished(home: Path) -> tuple[Path, Result]:
 
 
 def summary_of(finished: tuple[Path, Result]) -> dict[str, Any]:
-    values: dict[str, Any] = json.loads((finished[0] / "summary.json").read_text())
+    values: dict[str, Any] = kept_summary(finished[0])
     return values
 
 
@@ -306,7 +307,7 @@ def test_train_as_json_prints_one_object(run: Run, home: Path, tmp_path: Path) -
     assert (result.code, result.err) == (0, "")
     assert result.values == {
         "directory": str(tmp_path / "run"),
-        **json.loads((tmp_path / "run/summary.json").read_text()),
+        **kept_summary(tmp_path / "run"),
     }
     assert result.values["ema"] is None
     assert names(tmp_path / "run") == ["best", "checkpoints", "last", "metrics.jsonl", "run.json", "summary.json"]
