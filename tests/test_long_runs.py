@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -106,7 +107,8 @@ def test_what_is_said_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def test_a_second_signal_is_not_waited_for() -> None:
+def test_a_second_signal_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)  # put back at the end
     before = signal.getsignal(signal.SIGTERM)
     handlers = []
 
