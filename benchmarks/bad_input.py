@@ -39,7 +39,8 @@ def main() -> None:
     tests = [str(Path(__file__).parents[1] / "tests" / name) for name in TESTS]
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.xml")
-        command = [sys.executable, "-m", "pytest", "-q", "-m", "slow or not slow", f"--junitxml={report}", *tests]
+        how = ("-q", "-n", "2", "-m", "slow or not slow", "-o", "junit_family=xunit1", f"--junitxml={report}")
+        command = [sys.executable, "-m", "pytest", *how, *tests]
         done = subprocess.run(command, env={**os.environ, "HETDPT_EXAMPLES": str(options.examples)})
         if done.returncode:
             sys.exit("a bad input is not refused as it should be; the test above says which")
