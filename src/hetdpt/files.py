@@ -7,13 +7,15 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from uuid import uuid4
 
 from hetdpt.errors import FileError, first_line
+
+T = TypeVar("T")
 
 
 def require_new(target: Path, overwrite: bool = False, marker: str | None = None) -> None:
@@ -110,9 +112,7 @@ def write_json(file: Path, values: Any) -> None:
 
 def keep_json(file: Path, values: dict[str, Any]) -> None:
     """Write ``values`` with a checksum of themselves, whole or not at all, for ``kept_json``."""
-    file.parent.mkdir(exist_ok=True)
-    with written(file) as scratch:
-        write_sealed_json(scratch, values)
+    write_json(file, _sealed(values))
 
 
 def kept_json(file: Path, way_out: str) -> dict[str, Any] | None:
@@ -132,9 +132,18 @@ def kept_json(file: Path, way_out: str) -> dict[str, Any] | None:
     return values
 
 
+def kept(file: Path, way_out: str, make: Callable[[dict[str, Any]], T]) -> T | None:
+    """Return what ``make`` makes of what ``keep_json`` wrote; ``FileError`` also where nothing can be made of it."""
+    try:
+        values = kept_json(file, way_out)
+        return None if values is None else make(values)
+    except (ValueError, TypeError, KeyError) as error:
+        raise FileError(f"{file} is damaged ({first_line(error)}); {way_out}") from None
+
+
 def write_sealed_json(path: Path, values: dict[str, Any]) -> None:
     """Write ``values`` with a checksum of themselves, which ``read_sealed_json`` compares."""
-    path.write_text(json.dumps({**values, "checksum": _seal(values)}, indent=1) + "\n")
+    path.write_text(json.dumps(_sealed(values), indent=1) + "\n")
 
 
 def read_sealed_json(path: Path) -> dict[str, Any]:
@@ -147,6 +156,10 @@ def read_sealed_json(path: Path) -> dict[str, Any]:
     if not isinstance(values, dict) or values.pop("checksum", None) != _seal(values):
         raise FileError(f"{path} was altered or damaged since it was saved; save the model again")
     return values
+
+
+def _sealed(values: dict[str, Any]) -> dict[str, Any]:
+    return {**values, "checksum": _seal(values)}
 
 
 def _seal(values: Any) -> str:

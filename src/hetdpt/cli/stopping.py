@@ -78,7 +78,7 @@ def one_line(text: str) -> str:
     >>> one_line("no setting a\\nb\\x1b[2J")
     'no setting a b [2J'
     """
-    return " ".join("".join(letter if letter.isprintable() else " " for letter in text).split(" "))
+    return "".join(letter if letter.isprintable() else " " for letter in text)
 
 
 def reason(error: OSError) -> str:

@@ -20,9 +20,9 @@ from hetdpt.claims import Claim, work
 from hetdpt.collection.tree import DENSE, LETTERS, Node, chain_of
 from hetdpt.data.sources import Data
 from hetdpt.data.unlabelled import ImageBatches
-from hetdpt.errors import FileError, PredictError, TrainError, first_line
+from hetdpt.errors import FileError, PredictError, TrainError
 from hetdpt.export.saved import RECIPE, load, save
-from hetdpt.files import keep_json, kept_json, written
+from hetdpt.files import keep_json, kept, written
 from hetdpt.measurement.accuracy import evaluate
 from hetdpt.measurement.speed import measure_throughput
 from hetdpt.plan import Site
@@ -268,11 +268,10 @@ class Claimed:
 
 
 def _read_step(file: Path) -> Step:
-    way_out = "remove it to take that step again"
-    try:
-        return Step.from_dict(kept_json(file, way_out) or {})
-    except (ValueError, TypeError, KeyError) as error:
-        raise FileError(f"{file} is damaged ({first_line(error)}); {way_out}") from None
+    step = kept(file, "remove it to take that step again", Step.from_dict)
+    if step is None:
+        raise FileError(f"{file} is missing; the same command again takes that step")
+    return step
 
 
 def _write_table(directory: Path) -> None:

@@ -20,9 +20,8 @@ from hetdpt.claims import Claim, work
 from hetdpt.collection.work import CLAIMS, Claimed, Workplace
 from hetdpt.data.sources import Data
 from hetdpt.data.streams import Stream
-from hetdpt.errors import FileError, first_line
 from hetdpt.export.saved import load
-from hetdpt.files import keep_json, kept_json
+from hetdpt.files import keep_json, kept
 from hetdpt.keeping import recover_into
 from hetdpt.measurement.accuracy import evaluate
 from hetdpt.measurement.costs import Costs
@@ -396,9 +395,4 @@ def _picked(values: dict[str, Any]) -> Picked:
 
 def _read(file: Path, make: Callable[[dict[str, Any]], Found]) -> Found | None:
     """Return what ``keep_json`` wrote; None where it has not."""
-    way_out = "remove it to have it made again"
-    try:
-        values = kept_json(file, way_out)
-        return None if values is None else make(values)
-    except (ValueError, TypeError, KeyError) as error:
-        raise FileError(f"{file} is damaged ({first_line(error)}); {way_out}") from None
+    return kept(file, "remove it to have it made again", make)

@@ -27,8 +27,8 @@ from hetdpt.claims import Claim, Job, work
 from hetdpt.collection.work import CLAIMS, STEPS, Claimed, Workplace
 from hetdpt.data.sources import Data, open_data
 from hetdpt.data.unlabelled import ImageBatches
-from hetdpt.errors import DataError, FileError, PlanError, first_line
-from hetdpt.files import keep_json, kept_json, write_json, written
+from hetdpt.errors import DataError, PlanError
+from hetdpt.files import keep_json, kept, write_json, written
 from hetdpt.insight.observe import Asymmetry, Disparity, Observations, accuracies_without, gradient_disparity
 from hetdpt.measurement.accuracy import evaluate
 from hetdpt.modules import clone, find_device
@@ -247,12 +247,7 @@ def _clear(directory: Path, name: str) -> None:
 
 def read_measured(file: Path, kind: Any) -> Any:
     """Return what was written of a measurement, as a value of that ``kind``; None where nothing was."""
-    way_out = "remove it to measure it again"
-    try:
-        values = kept_json(file, way_out)
-        return None if values is None else TypeAdapter(kind).validate_python(values)
-    except ValueError as error:
-        raise FileError(f"{file} is damaged ({first_line(error)}); {way_out}") from None
+    return kept(file, "remove it to measure it again", TypeAdapter(kind).validate_python)
 
 
 def read_results(directory: Path) -> Observations:
