@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -215,6 +216,19 @@ def test_features_are_taken_once_in_files(models: dict[str, nn.Module], data: Da
     damaged.write_bytes(damaged.read_bytes()[:-9])
     with pytest.raises(FileError, match=r"val-00000.safetensors is damaged .* remove it to have it taken again"):
         take_features(tmp_path / "one", "val", dense, data.val, batch_size=50)
+
+
+def test_features_that_a_disk_does_not_take(models: dict[str, nn.Module], data: Data, tmp_path: Path) -> None:
+    assert data.val is not None
+    few, limits = Subset(data.val, tuple(range(4))), resource.getrlimit(resource.RLIMIT_FSIZE)  # type: ignore[arg-type]
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64, limits[1]))  # bytes, of any file
+    try:
+        with pytest.raises(FileError, match=r"val-00000.safetensors cannot be written \(.*\); is the disk full\?"):
+            take_features(tmp_path / "full", "val", models["dense"], few, batch_size=4)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert list((tmp_path / "full").iterdir()) == []
+    assert take_features(tmp_path / "full", "val", models["dense"], few, batch_size=4).values.shape == (4, 32)
 
 
 class Torn(Subset):

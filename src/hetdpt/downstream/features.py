@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -25,6 +25,7 @@ from hetdpt.data.batches import EvaluationBatches
 from hetdpt.data.sources import Source
 from hetdpt.data.subset import Subset
 from hetdpt.errors import DataError, FileError, ModelError, first_line
+from hetdpt.export.saved import write_tensors
 from hetdpt.files import written
 from hetdpt.modules import evaluating, memory_advice, random_images
 from hetdpt.variants import Probe, heads_of
@@ -136,7 +137,7 @@ def take_features(
         if before_write is not None:
             before_write()
         with written(file) as scratch:
-            save_file({"values": torch.stack(values), "labels": torch.stack(labels)}, scratch)
+            write_tensors({"values": torch.stack(values), "labels": torch.stack(labels)}, scratch, file)
     return _read(list(files))
 
 
