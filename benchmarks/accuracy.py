@@ -5,25 +5,30 @@
 
 ``vit-tiny`` is the real one of ``../shared/data``, with a short recovery and 1,000 validation images of ImageNet;
 ``demo`` the model that was trained from scratch on the embedded images, with a longer one. It is ``hetdpt
-compare`` in directories under runs/: it goes on after a kill, and several processes may be started to share it.
+compare`` in directories under runs/: it goes on after a kill, and several processes may be started to share it. Where
+such a directory is gone, methods whose rows are all in the results are left out.
 """
 
 from __future__ import annotations
 
 import argparse
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from evidence import IMAGENET, RESULTS, VIT_TINY, VIT_TINY_WEIGHTS, Recorder, require_real_data
+from evidence import IMAGENET, RESULTS, VIT_TINY, VIT_TINY_WEIGHTS, Recorder, Results, require_real_data
 from torch import nn
 
+import hetdpt
 from hetdpt.cli.options import read_numbers, read_samples
 from hetdpt.collection.work import Done as Sampled
 from hetdpt.collection.work import Workplace
 from hetdpt.demo import demo_config
 from hetdpt.export.saved import open_model
+from hetdpt.plan import Budget
 from hetdpt.predictor.samples import CollectConfig
 from hetdpt.recipes import recipe
 from hetdpt.recovery import RecoverConfig
@@ -100,10 +105,34 @@ def config_of(case: Case, removal: str, options: argparse.Namespace) -> CompareC
     )
 
 
+def left_of(
+    config: CompareConfig, model: nn.Module, key: Callable[[Cell], dict[str, Any]], recorder: Recorder
+) -> CompareConfig | None:
+    """Return ``config`` with the layers and methods that lack a row; None where there is none to be had."""
+    kinds = Counter(site.kind for site in hetdpt.sites(model))
+    known = Results.read(recorder.file)
+    cells = [
+        cell
+        for cell in config.cells(Budget(kinds["attention"], kinds["activation"]))
+        if known.find(**key(cell)) is None
+    ]
+    layers, methods = {cell.layers for cell in cells}, {cell.method for cell in cells}
+    if not cells:
+        return None
+    return replace(
+        config,
+        layers=tuple(count for count in config.layers if count in layers),
+        methods=tuple(method for method in config.methods if method in methods),
+    )
+
+
 def compare(name: str, removal: str, recorder: Recorder, options: argparse.Namespace) -> None:
     """Fill the directory of one comparison, and the results with every model that is trained."""
     case = CASES[name]()
-    config, model = config_of(case, removal, options), case.model()
+    model = case.model()
+    config = left_of(config_of(case, removal, options), model, partial(key_of, name, removal), recorder)
+    if config is None:
+        return
     samples = read_samples(case.samples, model) if case.samples else None
     plans: dict[Cell | None, Chosen] = {}
     directory, place = options.work / f"accuracy-{name}-{removal}", Workplace(batch=8)

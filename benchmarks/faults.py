@@ -190,14 +190,13 @@ def contents(root: Path) -> Found:
         name = str(file.relative_to(root))
         if not file.is_file() or any(part in PASSING for part in file.relative_to(root).parts):
             continue
-        if file.name == "metrics.jsonl":  # numbers for people, of which a damaged file has fewer
-            continue
-        if file.suffix == ".json":
+        if file.suffix in (".json", ".jsonl"):
             with suppress(ValueError):  # damaged, so that its entries are not there
-                found |= {f"{name}: {key}": value for key, value in _entries(json.loads(file.read_bytes()))}
+                texts = [file.read_bytes()] if file.suffix == ".json" else file.read_bytes().splitlines()
+                found |= {f"{name}: {key}": value for key, value in _entries([json.loads(text) for text in texts])}
         elif file.suffix == ".csv":
-            lines = csv.DictReader(file.read_text(errors="replace").splitlines())
-            found |= {f"{name}: {key}": value for key, value in _entries(list(lines))}
+            cells = csv.DictReader(file.read_text(errors="replace").splitlines())
+            found |= {f"{name}: {key}": value for key, value in _entries(list(cells))}
         else:
             found[name] = sha256(file)
     return {name: value for name, value in found.items() if not re.search(TIMES, name)}
@@ -409,11 +408,12 @@ def is_for_people(file: Path) -> bool:
 
 def is_refused_by_use(file: Path, trial: Trial) -> bool:
     """Whether what reads a damaged file refuses it: the model it is of, or the report of its run."""
-    if (file.parent / "hetdpt.json").exists() or file.name == "hetdpt.json":
-        try:
-            hetdpt.load(file.parent)
-        except HetDPTError:
-            return True
+    for mark, load in {"hetdpt.json": hetdpt.load, "task.json": hetdpt.load_task}.items():
+        if file.name == mark or (file.parent / mark).exists():
+            try:
+                load(file.parent)
+            except HetDPTError:
+                return True
     readers = ("status", "report") if trial.name == "run" else ()
     return any(give([name, str(trial.here / "out")], trial.here).is_refused for name in readers)
 

@@ -48,6 +48,8 @@ def test_every_model_becomes_a_row_and_nothing_is_trained_twice(options: argpars
         assert row.values["right"].count("1") == pytest.approx(row.values["accuracy"] * row.values["images"] / 100)
     only_attention = found.where(method="attention-only")
     assert all(len(row.values["attention"]) == 2 and not row.values["activation"] for row in only_attention)
+    accuracy.compare("small", "plain", recorder, argparse.Namespace(**{**vars(options), "work": tmp_path / "none"}))
+    assert not (tmp_path / "none").exists()  # all of it is there, though the directory is gone
     models = {file: file.stat().st_mtime_ns for file in tmp_path.glob("work/*/models/*")}
     again = Recorder(tmp_path / "again.json")
     accuracy.compare("small", "plain", again, options)

@@ -101,9 +101,10 @@ def newest(out: Path) -> int:
 
 
 def record(out: Path) -> list[dict[str, Any]]:
-    """Return the lines of metrics.jsonl without times."""
+    """Return the lines of metrics.jsonl without times, and without their checksums."""
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if k not in ("seconds", "images_per_second")} for line in lines]
+    times = ("seconds", "images_per_second", "checksum")
+    return [{name: value for name, value in line.items() if name not in times} for line in lines]
 
 
 def same_end(one: Path, other: Path) -> None:

@@ -8,7 +8,7 @@ import os
 import pickle
 import resource
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -63,7 +63,7 @@ def test_the_same_again_goes_on(tmp_path: Path) -> None:
 def test_something_else_is_refused_by_name_with_old_and_new(tmp_path: Path, key: str, value: Any, text: str) -> None:
     run = Run.open(tmp_path / "run", ASKED)
     run.checkpoints.keep({"step": 3})
-    run.metrics.write("epoch", update=0)
+    run.metrics.write("epoch", update=0, number=0)
     before = {file: file.read_bytes() for file in (tmp_path / "run").rglob("*") if file.is_file()}
     with pytest.raises(FileError) as error:
         Run.open(tmp_path / "run", {**ASKED, key: value})
@@ -100,7 +100,7 @@ def test_killed_before_it_began_the_same_command_begins(tmp_path: Path) -> None:
 
 def test_a_run_that_has_done_nothing_yet_can_be_asked_for_differently(tmp_path: Path) -> None:
     """Without a checkpoint there is nothing to go on from, so nothing is lost."""
-    Run.open(tmp_path / "run", ASKED).metrics.write("epoch", update=0, last=10.0)
+    Run.open(tmp_path / "run", ASKED).metrics.write("epoch", update=0, number=0, last=10.0)
     Run.open(tmp_path / "run", {**ASKED, "training.epochs": 5})
     assert json.loads((tmp_path / "run" / "run.json").read_text())["training.epochs"] == 5
 
@@ -328,12 +328,15 @@ def test_a_checkpoint_is_due_when_its_time_has_come(tmp_path: Path) -> None:
 
 
 def lines(file: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in file.read_text().splitlines()]
+    """Return what the lines say, without their checksums."""
+    found = [json.loads(line) for line in file.read_text().splitlines()]
+    assert all(line.pop("checksum") for line in found)
+    return found
 
 
 def write_all(metrics: Metrics, *marks: tuple[str, int], by: str = "first") -> None:
     for kind, update in marks:
-        metrics.write(kind, update=update, by=by)
+        metrics.write(kind, update=update, by=by, **({"number": update // 100} if kind == "epoch" else {}))
 
 
 RECORD = (
@@ -349,10 +352,10 @@ RECORD = (
 
 def test_lines_have_kind_update_and_numbers(tmp_path: Path) -> None:
     metrics = Metrics(tmp_path / "metrics.jsonl")
-    metrics.write("epoch", update=0, last=10.0, loss=None, unreadable=("a.png",))
+    metrics.write("epoch", update=0, number=0, last=10.0, loss=None, unreadable=("a.png",))
     metrics.write("update", update=50, loss=2.5)
     first, second = lines(tmp_path / "metrics.jsonl")
-    assert first == {"kind": "epoch", "update": 0, "last": 10.0, "loss": None, "unreadable": ["a.png"]}
+    assert first == {"kind": "epoch", "update": 0, "number": 0, "last": 10.0, "loss": None, "unreadable": ["a.png"]}
     assert second == {"kind": "update", "update": 50, "loss": 2.5}
     assert (metrics.read("epoch"), metrics.read("update"), metrics.read("x")) == ([first], [second], [])
 
@@ -380,6 +383,33 @@ def test_a_line_cut_off_by_a_kill_is_forgotten(tmp_path: Path, torn: str) -> Non
     assert len(again.read("epoch")) == 2
     write_all(again, RECORD[6], by="second")
     assert [(line["kind"], line["update"]) for line in lines(file)] == list(RECORD)
+
+
+@pytest.mark.parametrize("at", range(3))
+@pytest.mark.parametrize("spoil", [lambda line: line.replace("first", "fjrst"), lambda line: line[:-9], lambda _: "[]"])
+def test_a_damaged_line_is_refused(tmp_path: Path, at: int, spoil: Callable[[str], str]) -> None:
+    file = tmp_path / "metrics.jsonl"
+    write_all(Metrics(file), *RECORD[:3])
+    record = file.read_text().splitlines()
+    file.write_text("".join(f"{spoil(line) if number == at else line}\n" for number, line in enumerate(record)))
+    way_out = f"put the file back as it was, or remove {tmp_path} to begin anew"
+    for use in (lambda: Metrics(file).read("epoch"), lambda: write_all(Metrics(file), RECORD[3])):
+        with pytest.raises(FileError, match=f"^line {at + 1} of {file} is damaged; {way_out}$"):
+            use()
+
+
+@pytest.mark.parametrize("kept", range(4))
+def test_epochs_that_are_gone_are_noticed(tmp_path: Path, kept: int) -> None:
+    """The end of the record is gone, or all of it, and the run goes on after its second epoch."""
+    file = tmp_path / "metrics.jsonl"
+    write_all(Metrics(file), *RECORD[:4])
+    file.write_text("".join(file.read_text().splitlines(True)[:kept]))
+    again = Metrics(file)
+    write_all(again, *RECORD[4:6])
+    with pytest.raises(
+        FileError, match=f"lacks epochs: after {min(kept, 1)} of them comes number 2; put the"
+    ):
+        write_all(again, RECORD[6])
 
 
 def test_reading_changes_nothing(tmp_path: Path) -> None:

@@ -168,9 +168,9 @@ def are_equal(one: TaskModel, other: TaskModel) -> bool:
 
 
 def numbers_in(directory: Path) -> list[dict[str, Any]]:
-    """Return what a run wrote of its epochs, times left out."""
+    """Return what a run wrote of its epochs, times and checksums left out."""
     lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    times = ("seconds", "images_per_second")
+    times = ("seconds", "images_per_second", "checksum")
     return [{name: value for name, value in line.items() if name not in times} for line in lines]
 
 

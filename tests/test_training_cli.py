@@ -227,7 +227,8 @@ def test_its_lines_are_epochs_and_every_fiftieth_update(finished: tuple[Path, Re
     marks = [(line["kind"], line["update"]) for line in record]
     assert marks == [("epoch", 0), ("update", 50), ("epoch", 50), ("update", 100), ("epoch", 100)]
     for line in record:
-        assert line.keys() == (EPOCH if line["kind"] == "epoch" else {"kind", "update", "loss", "lr"})
+        named = EPOCH if line["kind"] == "epoch" else {"kind", "update", "loss", "lr"}
+        assert line.keys() == {*named, "checksum"}
         assert all(math.isfinite(number) for number in line.values() if isinstance(number, float))
     first, *others = (line for line in record if line["kind"] == "epoch")
     assert (first["number"], first["loss"], first["images_per_second"]) == (0, None, None)

@@ -112,7 +112,7 @@ def write_json(file: Path, values: Any) -> None:
 
 def keep_json(file: Path, values: dict[str, Any]) -> None:
     """Write ``values`` with a checksum of themselves, whole or not at all, for ``kept_json``."""
-    write_json(file, _sealed(values))
+    write_json(file, sealed(values))
 
 
 def kept_json(file: Path, way_out: str) -> dict[str, Any] | None:
@@ -127,7 +127,7 @@ def kept_json(file: Path, way_out: str) -> dict[str, Any] | None:
     except (ValueError, RecursionError) as error:
         raise FileError(f"{file} is damaged ({first_line(error)}); {way_out}") from None
     seal = values.pop("checksum", None) if isinstance(values, dict) else ""
-    if seal is not None and seal != _seal(values):
+    if seal is not None and seal != seal_of(values):
         raise FileError(f"{file} is damaged (it is not what was written); {way_out}")
     return values
 
@@ -143,7 +143,7 @@ def kept(file: Path, way_out: str, make: Callable[[dict[str, Any]], T]) -> T | N
 
 def write_sealed_json(path: Path, values: dict[str, Any]) -> None:
     """Write ``values`` with a checksum of themselves, which ``read_sealed_json`` compares."""
-    path.write_text(json.dumps(_sealed(values), indent=1) + "\n")
+    path.write_text(json.dumps(sealed(values), indent=1) + "\n")
 
 
 def read_sealed_json(path: Path) -> dict[str, Any]:
@@ -153,15 +153,17 @@ def read_sealed_json(path: Path) -> dict[str, Any]:
         raise FileError(f"{path} is missing; a directory written by hetdpt.save was expected") from None
     except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise FileError(f"{path} is damaged: it is not JSON ({error}); save the model again") from None
-    if not isinstance(values, dict) or values.pop("checksum", None) != _seal(values):
+    if not isinstance(values, dict) or values.pop("checksum", None) != seal_of(values):
         raise FileError(f"{path} was altered or damaged since it was saved; save the model again")
     return values
 
 
-def _sealed(values: dict[str, Any]) -> dict[str, Any]:
-    return {**values, "checksum": _seal(values)}
+def sealed(values: dict[str, Any]) -> dict[str, Any]:
+    """Return ``values`` with a checksum of themselves."""
+    return {**values, "checksum": seal_of(values)}
 
 
-def _seal(values: Any) -> str:
+def seal_of(values: Any) -> str:
+    """Return the checksum of what JSON makes of ``values``."""
     values = json.loads(json.dumps(values))  # numbers that are keys become texts, and are sorted as such
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()

@@ -27,6 +27,7 @@ from hetdpt.modules import clone
 from hetdpt.plan import Budget, Plan
 from hetdpt.recovery import RecoverConfig, recover
 from hetdpt.runs.asked import flat
+from hetdpt.runs.metrics import EPOCH
 from hetdpt.runs.run import Run
 from hetdpt.selection.importance import Picked
 from hetdpt.selection.select import SelectConfig, StageProgress, select
@@ -182,10 +183,10 @@ def keep(
         for scratch in run.directory.glob(".*"):  # which a kill has left half written
             shutil.rmtree(scratch, ignore_errors=True)
         for epoch in epochs:
-            run.metrics.write("epoch", **record(epoch))
+            run.metrics.write(EPOCH, **record(epoch))
             save(epoch)
             yield epoch
-        run.finish(_summary(run.metrics.read("epoch")))
+        run.finish(_summary(run.metrics.read(EPOCH)))
 
 
 def log(run: Run, watch: Callable[[Progress], None] | None, now: Progress) -> None:

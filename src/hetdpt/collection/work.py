@@ -31,7 +31,7 @@ from hetdpt.predictor.pricing import measure_prices
 from hetdpt.predictor.rows import SAMPLES_FILE, write_rows
 from hetdpt.predictor.samples import CHAINS, CollectConfig, Pick, Step, fine_tune, prune_next
 from hetdpt.runs.checkpoints import CHECKPOINTS, Checkpoints
-from hetdpt.runs.metrics import METRICS, Metrics
+from hetdpt.runs.metrics import EPOCH, METRICS, Metrics
 from hetdpt.surgery import merge_
 from hetdpt.training.processes import start
 from hetdpt.training.trainer import Progress
@@ -188,8 +188,8 @@ class Job:
             watch=place.watcher(f"{node.key}: fine-tuning"),
         )
         for number, accuracy in epochs:
-            metrics.write("epoch", update=number, accuracy=accuracy)
-        return student, [line["accuracy"] for line in metrics.read("epoch")]
+            metrics.write(EPOCH, update=number, number=number, accuracy=accuracy)
+        return student, [line["accuracy"] for line in metrics.read(EPOCH)]
 
     def _keep(self, node: Node, student: nn.Module) -> float | None:
         """Save what a step came to, for those after it; of a split that is measured again, return the speedup."""

@@ -6,6 +6,7 @@ token, then the distillation token). Of a model without a head they are its pool
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -13,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -27,10 +27,11 @@ from hetdpt.data.subset import Subset
 from hetdpt.errors import DataError, FileError, ModelError, first_line
 from hetdpt.export.saved import write_tensors
 from hetdpt.files import written
-from hetdpt.modules import evaluating, memory_advice, random_images
+from hetdpt.modules import bytes_of, evaluating, memory_advice, random_images
 from hetdpt.variants import Probe, heads_of
 
 CHUNK = 256  # images in a file, which is all that a kill can lose
+SEAL = "sha256"
 
 
 @dataclass(frozen=True)
@@ -133,12 +134,17 @@ def take_features(
     indices = [index for part in missing.values() for index in part]
     rows = _rows(model, source, indices, batch_size, workers, progress)
     for file, part in missing.items():
-        values, labels = zip(*islice(rows, len(part)), strict=True)
+        values, labels = (torch.stack(column) for column in zip(*islice(rows, len(part)), strict=True))
         if before_write is not None:
             before_write()
         with written(file) as scratch:
-            write_tensors({"values": torch.stack(values), "labels": torch.stack(labels)}, scratch, file)
+            tensors, seal = {"values": values, "labels": labels}, {SEAL: _seal(values, labels)}
+            write_tensors(tensors, scratch, file, seal)
     return _read(list(files))
+
+
+def _seal(values: Tensor, labels: Tensor) -> str:
+    return hashlib.sha256(bytes_of(values) + bytes_of(labels)).hexdigest()
 
 
 def _rows(
@@ -168,12 +174,16 @@ def _read(files: list[Path]) -> Features:
     """Return what is in the files, in their order; ``DataError`` where no image could be read."""
     values, labels = [], []
     for file in files:
+        way_out = "remove it to have it taken again"
         try:
-            found = load_file(file)
-            values.append(found["values"])
-            labels.append(found["labels"])
-        except (SafetensorError, KeyError) as error:
-            raise FileError(f"{file} is damaged ({first_line(error)}); remove it to have it taken again") from None
+            with safe_open(file, "pt") as found:
+                seal = (found.metadata() or {}).get(SEAL)
+                values.append(found.get_tensor("values"))
+                labels.append(found.get_tensor("labels"))
+        except SafetensorError as error:
+            raise FileError(f"{file} is damaged ({first_line(error)}); {way_out}") from None
+        if seal != _seal(values[-1], labels[-1]):
+            raise FileError(f"{file} is damaged (it is not what was written); {way_out}")
     features = Features(torch.cat(values), torch.cat(labels))
     if not features.is_read.any():
         raise DataError(f"none of the {len(features.labels)} images can be read; look at the files")

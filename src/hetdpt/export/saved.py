@@ -275,10 +275,10 @@ def require_sealed(weights: Path, values: dict[str, Any]) -> None:
         raise FileError(f"{weights} was altered or truncated since it was saved; save the model again")
 
 
-def write_tensors(state: dict[str, Tensor], file: Path, target: Path) -> None:
-    """Write tensors to ``file``, which will be in ``target``."""
+def write_tensors(state: dict[str, Tensor], file: Path, target: Path, notes: dict[str, str] | None = None) -> None:
+    """Write tensors to ``file``, which will be in ``target``, or be it; ``notes`` stand at its beginning."""
     try:
-        save_file(storable(state), file)
+        save_file(storable(state), file, notes)
     except SafetensorError as error:
         raise FileError(
             f"{target} cannot be written ({error}); is the disk full? "

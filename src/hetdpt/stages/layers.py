@@ -13,7 +13,7 @@ from hetdpt.measurement.agreement import relative_difference
 from hetdpt.modules import clone
 from hetdpt.plan import Budget, Plan
 from hetdpt.reductions import read_tokens
-from hetdpt.runs.metrics import METRICS, Metrics
+from hetdpt.runs.metrics import EPOCH, METRICS, Metrics
 from hetdpt.runs.run import summary_of
 from hetdpt.selection.importance import Picked
 from hetdpt.stages.task import Result, Task
@@ -87,7 +87,7 @@ def recover(task: Task) -> Result:
     for epoch in epochs:
         task.note(_line(epoch), best=epoch.best)
     task.processes.wait_for_everyone()  # for the first to write what it came to
-    return {**summary_of(task.directory), "epochs": Metrics(task.directory / METRICS).read("epoch")}
+    return {**summary_of(task.directory), "epochs": Metrics(task.directory / METRICS).read(EPOCH)}
 
 
 def _line(epoch: Epoch) -> str:

@@ -36,7 +36,7 @@ from hetdpt.plan import KINDS, REMOVALS, Plan, Site
 from hetdpt.recovery import RecoverConfig
 from hetdpt.report.observation import draw, spell, write_csv
 from hetdpt.runs.checkpoints import CHECKPOINTS, Checkpoints
-from hetdpt.runs.metrics import METRICS, Metrics
+from hetdpt.runs.metrics import EPOCH, METRICS, Metrics
 from hetdpt.runs.run import share
 from hetdpt.surgery import Removal, place_, removable
 
@@ -222,8 +222,8 @@ class _Job:
         metrics = Metrics(self._folder(task) / METRICS)
         config = self.config.recovery
         for epoch, accuracy in accuracies_without(self.model, task.site, data, config, task.removal, images, **options):
-            metrics.write("epoch", update=epoch, accuracy=accuracy)
-        accuracies = tuple(line["accuracy"] for line in metrics.read("epoch"))
+            metrics.write(EPOCH, update=epoch, number=epoch, accuracy=accuracy)
+        accuracies = tuple(line["accuracy"] for line in metrics.read(EPOCH))
         return Asymmetry(task.site, task.removal, accuracies)
 
     @cached_property

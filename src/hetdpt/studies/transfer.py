@@ -3,7 +3,8 @@
 A run directory that processes of one or several machines fill together:
 
 run.json       what was asked for; more models and plans may come later
-models/        a folder for each: what it began as, its features or its training, the model it came to, result.json
+models/        a folder for each: what it began as, its training or, until it is done, its features; the model it came
+               to, result.json
 claims/        who works on what
 results.json   all that is done, whoever asked for it; also as results.csv
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 import time
 from collections.abc import Collection, Iterator, Mapping
 from copy import deepcopy
@@ -344,6 +346,7 @@ class _Job:
         claim.require_held()
         entry = _entry(case, replace(outcome, seconds=time.monotonic() - begun))
         keep_json(folder / RESULT, asdict(entry))
+        shutil.rmtree(folder / FEATURES, ignore_errors=True)
 
     def _folder(self, case: Case) -> Path:
         return self.directory / MODELS / case.key
