@@ -21,7 +21,7 @@ that comes one of
     warned    it goes on after a warning
     refused   one sentence and exit code 2, and after the cure all is as if nothing had happened
     by use    a damaged file that the command does not need stays as it is; what reads it refuses it
-    unread    likewise, but nothing of hetdpt reads it: a figure, a table, a README
+    unread    likewise, but nothing of hetdpt reads it: without it, too, all else is the same
     lost      a traceback, a hang, another result, a loss that is not told
 
 Commands run in processes forked off this one, where torch is loaded already. Faults of disks need root, for mount.
@@ -69,7 +69,6 @@ TOLD = r"^(?:signalled|changes) (.*)\n"
 Found = dict[str, Any]
 T = TypeVar("T")
 TIMES = "second|speed|throughput|latency|time|begun|measured"  # entries that are never twice the same
-UNREAD = ("report.json", "metrics.jsonl", "config.json")  # by hetdpt: the last one is for timm
 
 
 @dataclass(frozen=True)
@@ -397,13 +396,21 @@ def after_damage(trial: Trial, left: Path, file: Path) -> Found:
     stays = (here.read_bytes() if here.exists() else None) == spoilt and file.parts[-2:-1] != ("checkpoints",)
     found = trial.after(first, cure=put_back)
     if first.code == 0 and stays and (trial.home / "whole" / file).is_file():
-        outcome = "by use" if is_refused_by_use(here, trial) else "unread" if is_for_people(file) else "lost"
-        return {"outcome": outcome, "said": "" if outcome != "lost" else found["said"]}
+        outcome = "by use" if is_refused_by_use(here, trial) else "unread" if is_needless(file, trial) else "lost"
+        return {**(found if outcome == "lost" else {}), "outcome": outcome, "said": ""}
     return found
 
 
-def is_for_people(file: Path) -> bool:
-    return file.suffix in (".png", ".md", ".html", ".csv", ".claim") or file.name in UNREAD
+def is_needless(file: Path, trial: Trial) -> bool:
+    """Whether all else is the same with ``file`` damaged, and without it."""
+
+    def others_differ() -> bool:
+        return any(name != str(file) and not name.startswith(f"{file}: ") for name in trial.differs())
+
+    if others_differ():
+        return False
+    (trial.here / file).unlink(missing_ok=True)
+    return trial.give().code == 0 and not others_differ()
 
 
 def is_refused_by_use(file: Path, trial: Trial) -> bool:
@@ -414,8 +421,8 @@ def is_refused_by_use(file: Path, trial: Trial) -> bool:
                 load(file.parent)
             except HetDPTError:
                 return True
-    readers = ("status", "report") if trial.name == "run" else ()
-    return any(give([name, str(trial.here / "out")], trial.here).is_refused for name in readers)
+    readers = {"run": (["status"], ["report"]), "collect": (["predict", "--layers", "2"],)}.get(trial.name, ())
+    return any(give([*words, str(trial.here / "out")], trial.here).is_refused for words in readers)
 
 
 def data_gone(trial: Trial) -> Iterator[tuple[str, Found]]:

@@ -11,6 +11,7 @@ import pytest
 import test_cli
 import test_training_cli
 import typer
+from PIL import Image
 from test_cli import Run
 
 import hetdpt
@@ -20,6 +21,7 @@ run = test_cli.run  # the fixture
 WRONG = {int: ("x", "-7", "1.5", ""), float: ("x", "nan", "-1", "")}
 WRONG_TEXTS = ("", "no such thing", "\u2028[{")
 UNUSED = {"--data-root", "--revision", "--message"}  # with these data and models any text will do
+TASK = ("--epochs", "1", "--batch-size", "8", "--workers", "0")
 LOOP = ("--epochs", "1", "--batch-size", "8", "--per-class", "2", "--workers", "0")
 WORDS: dict[str, tuple[str, ...]] = {
     "run": ("MODEL", "--data", "demo", "--layers", "2", "--images", "16", "--workers", "0"),
@@ -39,11 +41,40 @@ WORDS: dict[str, tuple[str, ...]] = {
     "inspect": ("MODEL",),
     "apply": ("MODEL", "--plan", "PLAN"),
     "predict": ("SAMPLES", "--layers", "2"),
+    "explain": ("MODEL", "--image", "IMAGE"),
+    "detect train": ("MODEL", "--data", "shapes", "--size", "32", *TASK),
+    "segment train": ("MODEL", "--data", "shapes", "--size", "32", *TASK),
 }
+OTHERS: dict[str, tuple[str, ...]] = {
+    "status": ("PLACE",),
+    "report": ("PLACE",),
+    "export": ("PLACE",),
+    "push": ("PLACE", "someone/model"),
+    "detect eval": ("PLACE", "--data", "shapes"),
+    "segment eval": ("PLACE", "--data", "shapes"),
+}
+"""Commands about what others have written, which is not there."""
 MANY = ("run", "collect", "select", "compare")  # options, so that it takes ten seconds
 MODELS = ("", "no_such_model", "hf:", ".", "..", "/dev/null", "vit_tiny_patch16_224\n", "ü" * 300)
 TRIED: list[str] = []
-COMMANDS: Any = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+_ROOT: Any = typer.main.get_command(app)
+COMMANDS: dict[str, Any] = {
+    f"{name} {part}" if part else name: inner
+    for name, command in _ROOT.commands.items()
+    for part, inner in getattr(command, "commands", {"": command}).items()
+}
+CONTRADICTIONS: dict[str, tuple[str, ...]] = {
+    "run": ("--samples", "SAMPLES", "--rounds", "1,1,1"),
+    "oneshot": ("--speedup", "1.5"),
+    "select": ("--attention", "1", "--activation", "2"),
+    "width": ("--params", "50%"),
+    "collect": ("--fraction", "0.5"),
+    "observe": ("--no-recovery",),
+    "predict": ("--prices", "SAMPLES", "--model", "MODEL"),
+    "recover": ("--fraction", "0.5"),
+    "train": ("--fraction", "0.5"),
+}
+"""What contradicts the words of a command."""
 
 
 def options(command: str) -> list[Any]:
@@ -59,14 +90,21 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "plan.json").write_text(hetdpt.Plan(attention=(1,), activation=(2,)).to_json())
     rows = ["attention,activation,accuracy", "0,0,70", "1,0,69", "2,0,66", "0,1,68", "0,2,64", "1,1,66", "2,2,60"]
     (folder / "samples.csv").write_text("\n".join(rows))
+    Image.new("RGB", (16, 16), "red").save(folder / "image.png")
     return folder
 
 
 def words_of(command: str, home: Path) -> list[str]:
-    places = {"MODEL": home / "dense", "PLAN": home / "plan.json", "SAMPLES": home / "samples.csv"}
-    words = [str(places.get(word, word)) for word in WORDS[command]]
+    words = placed({**WORDS, **OTHERS}[command], home)
     has_out = any(one.opts[0] == "--out" for one in COMMANDS[command].params)
-    return [command, *words, *(("--out", str(home / "out")) if has_out else ())]
+    out = "out.png" if command == "explain" else "out"
+    return [*command.split(), *words, *(("--out", str(home / out)) if has_out else ())]
+
+
+def placed(words: tuple[str, ...], home: Path) -> list[str]:
+    """Return words with files in the place of their names."""
+    files = {"MODEL": "dense", "PLAN": "plan.json", "SAMPLES": "samples.csv", "IMAGE": "image.png", "PLACE": "none"}
+    return [str(home / files[word]) if word in files else word for word in words]
 
 
 @pytest.fixture(autouse=True)
@@ -101,10 +139,14 @@ def test_wrong_values_are_refused(command: str, home: Path, run: Run) -> None:
     assert tried >= 2 * len(options(command)) > 0
 
 
-@pytest.mark.parametrize("command", WORDS)
+def test_every_command_is_tried() -> None:
+    assert {*WORDS, *OTHERS, "demo", "recipes"} == COMMANDS.keys()  # the last two have nothing to be wrong
+
+
+@pytest.mark.parametrize("command", [*WORDS, *OTHERS])
 def test_what_is_missing_or_unknown_is_refused(command: str, home: Path, run: Run) -> None:
     given = words_of(command, home)
-    require_refused(run(command), f"{command} alone")
+    require_refused(run(*command.split()), f"{command} alone")
     require_refused(run(*given, "--no-such-option"), f"{command} with an unknown option")
     require_refused(run(*given, "one", "too", "many"), f"{command} with too much")
     for at in [at for at, word in enumerate(given) if word.startswith("--")]:
@@ -116,8 +158,22 @@ def test_what_is_missing_or_unknown_is_refused(command: str, home: Path, run: Ru
     "model", ["", "no_such_model", "hf:", ".", "..", "/dev/null", "vit_tiny_patch16_224\n", "ü" * 300]
 )
 def test_wrong_models_are_refused(command: str, model: str, home: Path, run: Run) -> None:
-    given = words_of(command, home)
-    require_refused(run(command, model, *given[2:]), f"{command} {model!r}")
+    named = command.split()
+    require_refused(run(*named, model, *words_of(command, home)[len(named) + 1 :]), f"{command} {model!r}")
+
+
+@pytest.mark.parametrize("command", OTHERS)
+def test_wrong_places_are_refused(command: str, home: Path, run: Run) -> None:
+    named = command.split()
+    for place in ("", "no such thing", "/dev/null", str(home), str(home / "plan.json"), "ü" * 300):
+        require_refused(run(*named, place, *words_of(command, home)[len(named) + 1 :]), f"{command} {place!r}")
+
+
+@pytest.mark.parametrize("command", CONTRADICTIONS)
+def test_contradictions_are_refused(command: str, home: Path, run: Run) -> None:
+    more = placed(CONTRADICTIONS[command], home)
+    require_refused(run(*words_of(command, home), *more), f"{command} and {' '.join(more)}")
+    assert not (home / "out").exists()
 
 
 @pytest.mark.parametrize(

@@ -294,7 +294,10 @@ def test_a_run_directory_knows_blocks_and_prices(run: Run, listing: Path, prices
     found = run("predict", directory, "--speedup", 1.2, "--json").values
     assert found == run("predict", listing, "--blocks", 12, "--prices", prices, "--speedup", 1.2, "--json").values
     cheaper = tmp_path / "cheaper.json"
-    cheaper.write_text(PRICES.to_json().replace("100.0", "200.0"))
+    cheaper.write_text(altered := PRICES.to_json().replace("100.0", "200.0"))
+    why = "they are not what was written; without the checksum they are taken as they are"
+    run("predict", directory, "--speedup", 1.2, "--prices", cheaper).is_refused_like(f".*cheaper.json.*{why}.*")
+    cheaper.write_text(json.dumps({key: value for key, value in json.loads(altered).items() if key != "checksum"}))
     other = run("predict", directory, "--speedup", 1.2, "--prices", cheaper, "--json").values
     assert (other["prices"]["dense"]["ms"], found["prices"]["dense"]["ms"]) == (200, 100)
 

@@ -406,9 +406,7 @@ def test_epochs_that_are_gone_are_noticed(tmp_path: Path, kept: int) -> None:
     file.write_text("".join(file.read_text().splitlines(True)[:kept]))
     again = Metrics(file)
     write_all(again, *RECORD[4:6])
-    with pytest.raises(
-        FileError, match=f"lacks epochs: after {min(kept, 1)} of them comes number 2; put the"
-    ):
+    with pytest.raises(FileError, match=f"lacks epochs: after {min(kept, 1)} of them comes number 2; put the"):
         write_all(again, RECORD[6])
 
 

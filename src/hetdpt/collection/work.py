@@ -22,7 +22,7 @@ from hetdpt.data.sources import Data
 from hetdpt.data.unlabelled import ImageBatches
 from hetdpt.errors import FileError, PredictError, TrainError
 from hetdpt.export.saved import RECIPE, load, save
-from hetdpt.files import keep_json, kept, written
+from hetdpt.files import keep_json, kept, sealed, written
 from hetdpt.measurement.accuracy import evaluate
 from hetdpt.measurement.speed import measure_throughput
 from hetdpt.plan import Site
@@ -110,7 +110,8 @@ class Job:
     def result(self, node: Node) -> Step | None:
         """Return what ``node`` came to if it is done."""
         file = self._file(node)
-        return _read_step(file) if file.is_file() else None
+        is_done = file.is_file() and (node.parent is not None or (self.directory / PRICES_FILE).is_file())
+        return _read_step(file) if is_done else None
 
     def can_begin(self, node: Node) -> bool:
         if node.parent is None:
@@ -167,9 +168,11 @@ class Job:
                 deepcopy(student).cpu(),
                 start,
                 overwrite=True,
-                notes={PICKS: json.dumps([asdict(pick) for pick in picks])},
+                notes={PICKS: json.dumps(sealed({"picks": [asdict(pick) for pick in picks]}))},
             )
-        return tuple(Pick.from_dict(pick) for pick in json.loads((start / PICKS).read_text()))
+        found = kept(start / PICKS, f"remove {start} to have it made again", _picks)
+        assert found is not None
+        return found
 
     def _fine_tune(self, node: Node, claim: Claim) -> tuple[nn.Module, list[float]]:
         """Train the model that ``node`` begins with, and return it with its accuracies."""
@@ -265,6 +268,10 @@ class Claimed:
     def keep(self, state: dict[str, Any]) -> None:
         self.claim.require_held()
         self.checkpoints.keep(state)
+
+
+def _picks(values: dict[str, Any]) -> tuple[Pick, ...]:
+    return tuple(Pick.from_dict(pick) for pick in values["picks"])
 
 
 def _read_step(file: Path) -> Step:

@@ -9,6 +9,7 @@ from math import inf, isfinite
 from typing import Any
 
 from hetdpt.errors import PredictError
+from hetdpt.files import seal_of, sealed
 from hetdpt.plan import KINDS, Budget, Kind
 
 PRICES_FILE = "prices.json"  # of a directory of hetdpt collect
@@ -75,13 +76,15 @@ class Prices:
         return self.attention if kind == "attention" else self.activation
 
     def to_json(self) -> str:
-        return json.dumps(asdict(self), indent=1)
+        return json.dumps(sealed(asdict(self)), indent=1)
 
     @classmethod
     def from_json(cls, text: str, name: str = "the prices") -> Prices:
-        """Return the prices written in ``text``; ``PredictError`` if they are none."""
+        """Return the prices written in ``text``; ``PredictError`` if they are none, or others than their checksum."""
         try:
             values: dict[str, Any] = json.loads(text)
+            if isinstance(values, dict) and values.pop("checksum", seal_of(values)) != seal_of(values):
+                raise ValueError("they are not what was written; without the checksum they are taken as they are")
             kinds = {kind: tuple(_price(price) for price in values[kind]) for kind in KINDS}
             found = cls(_price(values["dense"]), **kinds, measured=str(values["measured"]))
             if min(found.dense.macs, found.dense.params, 1 if found.dense.ms is None else found.dense.ms) <= 0:
