@@ -421,7 +421,8 @@ def is_refused_by_use(file: Path, trial: Trial) -> bool:
                 load(file.parent)
             except HetDPTError:
                 return True
-    readers = {"run": (["status"], ["report"]), "collect": (["predict", "--layers", "2"],)}.get(trial.name, ())
+    aside = ["--out", str(trial.home / "read.json"), "--overwrite"]
+    readers = {"run": (["status"], ["report", *aside]), "collect": (["predict", "--layers", "2"],)}.get(trial.name, ())
     return any(give([*words, str(trial.here / "out")], trial.here).is_refused for words in readers)
 
 
