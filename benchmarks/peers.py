@@ -256,7 +256,7 @@ def keep_temperature_(attention: nn.Module) -> None:
 def tokens_for(bench: Bench, target: float, made: Made | None = None) -> Made:
     """Return how many tokens merge in each block, of the dense model or of one that has lost layers."""
     model = shallow(bench, made) if made else bench.model
-    return nearest(bench, target, [{"r": r} for r in range(1, 17)], lambda _, made: merging(clone(model), made))
+    return nearest(bench, target, [{"r": r} for r in range(1, 33)], lambda _, made: merging(clone(model), made))
 
 
 def merging(model: nn.Module, made: Made) -> nn.Module:
