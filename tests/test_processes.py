@@ -166,6 +166,7 @@ def test_a_finished_run_is_told_and_another_wish_is_refused(home: Path, whole: P
     assert "was begun with training.seed = 0, not 7" in other.stderr
 
 
+@pytest.mark.slow
 def test_two_processes_with_half_the_batch_equal_one(home: Path, tmp_path: Path) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
     finish([sys.executable, *recovery(home, one, *PLAIN)])

@@ -182,6 +182,7 @@ def test_answers_of_huggingface_and_of_two_heads() -> None:
 # What is learned.
 
 
+@pytest.mark.slow
 def test_recovery_learns_what_pruning_lost() -> None:
     dense = tiny()
     teach = replace(PLAIN, epochs=12, batch_size=32, lr=2e-3)
