@@ -31,6 +31,7 @@ from hetdpt.data.unlabelled import ImageBatches
 from hetdpt.errors import FileError, PredictError
 from hetdpt.files import kept_json
 from hetdpt.plan import Budget, Plan
+from hetdpt.predictor.prices import Prices
 from hetdpt.predictor.samples import CollectConfig, Step, fine_tune, prune_next
 from hetdpt.recipes import quick
 from hetdpt.recovery import RecoverConfig
@@ -256,6 +257,12 @@ def test_a_killed_step_goes_on_from_its_checkpoint(
     out, trained = tmp_path / "run", list[int]()
     folder = out / "steps" / "samples-a" / "checkpoints"
     kill_when(start(home, out), lambda: len(list(folder.glob("0*.pt"))) == 2)
+    picks = folder.parent / "start" / "picks.json"
+    whole_picks = picks.read_text()
+    picks.write_text(whole_picks.replace("attention", "attentiom"))
+    with pytest.raises(FileError, match=f"{picks} is damaged .*; remove {picks.parent} to have it made again"):
+        list(collect(out, hetdpt.load(home / "dense")))
+    picks.write_text(whole_picks)
 
     def tell(progress: object, now: Any) -> None:
         trained.append(now.update)
@@ -423,7 +430,9 @@ def test_a_damaged_sample_is_named(dense: nn.Module, tmp_path: Path) -> None:
     with pytest.raises(FileError, match=r"a\.json is damaged .* remove it to take that step again"):
         list(collect_into(tmp_path / "run", dense, "demo", config(rounds=(1, 0, 0), fine_tunes=False)))
     file.unlink()
+    (tmp_path / "run" / "prices.json").unlink()
     assert len(list(collect_into(tmp_path / "run", dense, "demo", config(rounds=(1, 0, 0), fine_tunes=False)))) == 2
+    Prices.from_json((tmp_path / "run" / "prices.json").read_text())  # measured again
 
 
 CHAINS = "attention, activation, interleaved"
