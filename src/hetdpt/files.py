@@ -16,6 +16,7 @@ from uuid import uuid4
 from hetdpt.errors import FileError, first_line
 
 T = TypeVar("T")
+CHECKSUM = "checksum"
 
 
 def require_new(target: Path, overwrite: bool = False, marker: str | None = None) -> None:
@@ -121,15 +122,12 @@ def kept_json(file: Path, way_out: str) -> dict[str, Any] | None:
     What has no checksum is taken as it is: versions before this one wrote none.
     """
     try:
-        values: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        values = json.loads(file.read_text(encoding="utf-8"))
+        return values if isinstance(values, dict) and CHECKSUM not in values else unsealed(values)
     except FileNotFoundError:
         return None
     except (ValueError, RecursionError) as error:
         raise FileError(f"{file} is damaged ({first_line(error)}); {way_out}") from None
-    seal = values.pop("checksum", None) if isinstance(values, dict) else ""
-    if seal is not None and seal != seal_of(values):
-        raise FileError(f"{file} is damaged (it is not what was written); {way_out}")
-    return values
 
 
 def kept(file: Path, way_out: str, make: Callable[[dict[str, Any]], T]) -> T | None:
@@ -153,17 +151,28 @@ def read_sealed_json(path: Path) -> dict[str, Any]:
         raise FileError(f"{path} is missing; a directory written by hetdpt.save was expected") from None
     except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise FileError(f"{path} is damaged: it is not JSON ({error}); save the model again") from None
-    if not isinstance(values, dict) or values.pop("checksum", None) != seal_of(values):
-        raise FileError(f"{path} was altered or damaged since it was saved; save the model again")
-    return values
+    try:
+        return unsealed(values)
+    except ValueError:
+        raise FileError(f"{path} was altered or damaged since it was saved; save the model again") from None
 
 
 def sealed(values: dict[str, Any]) -> dict[str, Any]:
     """Return ``values`` with a checksum of themselves."""
-    return {**values, "checksum": seal_of(values)}
+    return {**values, CHECKSUM: _seal(values)}
 
 
-def seal_of(values: Any) -> str:
-    """Return the checksum of what JSON makes of ``values``."""
+def unsealed(values: Any) -> dict[str, Any]:
+    """Return what ``sealed`` was given; ``ValueError`` where it is not that, or has no checksum.
+
+    >>> unsealed(sealed({"a": 1}))
+    {'a': 1}
+    """
+    if not isinstance(values, dict) or values.pop(CHECKSUM, None) != _seal(values):
+        raise ValueError("it is not what was written")
+    return values
+
+
+def _seal(values: Any) -> str:
     values = json.loads(json.dumps(values))  # numbers that are keys become texts, and are sorted as such
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()

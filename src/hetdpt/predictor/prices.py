@@ -9,7 +9,7 @@ from math import inf, isfinite
 from typing import Any
 
 from hetdpt.errors import PredictError
-from hetdpt.files import seal_of, sealed
+from hetdpt.files import CHECKSUM, sealed
 from hetdpt.plan import KINDS, Budget, Kind
 
 PRICES_FILE = "prices.json"  # of a directory of hetdpt collect
@@ -83,7 +83,8 @@ class Prices:
         """Return the prices written in ``text``; ``PredictError`` if they are none, or others than their checksum."""
         try:
             values: dict[str, Any] = json.loads(text)
-            if isinstance(values, dict) and values.pop("checksum", seal_of(values)) != seal_of(values):
+            seal = values.pop(CHECKSUM, None) if isinstance(values, dict) else None  # those written by hand have none
+            if seal is not None and seal != sealed(values)[CHECKSUM]:
                 raise ValueError("they are not what was written; without the checksum they are taken as they are")
             kinds = {kind: tuple(_price(price) for price in values[kind]) for kind in KINDS}
             found = cls(_price(values["dense"]), **kinds, measured=str(values["measured"]))

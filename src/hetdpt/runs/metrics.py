@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hetdpt.errors import FileError
-from hetdpt.files import seal_of, sealed, written
+from hetdpt.files import sealed, unsealed, written
 
 EPOCH = "epoch"
 METRICS, BOARD = "metrics.jsonl", "tensorboard"
@@ -73,12 +73,9 @@ class Metrics:
 
     def _line(self, number: int, text: bytes) -> dict[str, Any]:
         try:
-            line: dict[str, Any] = json.loads(text)
-            if line.pop("checksum") == seal_of(line):
-                return line
-        except (ValueError, TypeError, AttributeError, KeyError):  # no JSON, no object, no checksum
-            pass
-        raise FileError(f"line {number} of {self.file} is damaged; {self._way_out}")
+            return unsealed(json.loads(text))
+        except (ValueError, RecursionError):
+            raise FileError(f"line {number} of {self.file} is damaged; {self._way_out}") from None
 
 
 def _board(directory: Path, update: int) -> Any:
