@@ -44,7 +44,7 @@ def main() -> None:
         done = subprocess.run(command, env={**os.environ, "HETDPT_EXAMPLES": str(options.examples)})
         if done.returncode:
             sys.exit("a bad input is not refused as it should be; the test above says which")
-        recorder = Recorder(options.out, redo=True)
+        recorder = Recorder(options.out, forget=True)
         for what, tried in sorted(count(report).items()):
             recorder.add({"what": what}, tried=tried)
 

@@ -476,7 +476,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; all by default")
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--redo", action="store_true", help="forget what the file holds")
+    parser.add_argument("--redo", action="store_true", help="measure again what is there")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     if unknown := set(options.parts) - PARTS.keys():

@@ -74,14 +74,19 @@ class Results:
 class Recorder:
     """Adds rows to a file of results, those of one session."""
 
-    def __init__(self, file: Path, *, dtype: str = "float32", redo: bool = False, **more: Any) -> None:
-        """Begin a session; ``redo`` forgets what the file holds. ``more`` is said of the session too."""
+    def __init__(
+        self, file: Path, *, dtype: str = "float32", redo: bool = False, forget: bool = False, **more: Any
+    ) -> None:
+        """Begin a session. ``redo`` measures again what is there; ``forget`` begins with no rows at all.
+
+        ``more`` is said of the session too.
+        """
         from torch import device
 
         from hetdpt.export.saved import versions
         from hetdpt.measurement.machine import Machine
 
-        self.file = file
+        self.file, self.redo, self.added = file, redo, list[Key]()
         file.parent.mkdir(parents=True, exist_ok=True)
         script = Path(sys.argv[0])
         named = script.name if script.parent.name != "benchmarks" else f"benchmarks/{script.name}"
@@ -93,11 +98,13 @@ class Recorder:
             "versions": versions(),
             **more,
         }
-        if redo:
+        if forget:
             file.unlink(missing_ok=True)
 
     def has(self, **key: Any) -> bool:
-        """Whether a row of this key is there."""
+        """Whether a row of this key is there and need not be measured."""
+        if self.redo:
+            return key in self.added
         return Results.read(self.file).find(**key) is not None
 
     def add(self, key: Key, **values: Any) -> None:
@@ -109,6 +116,7 @@ class Recorder:
                 sessions.append(self.session)
             rows = [row for row in old.rows if row.key != key] + [Row(key, values, sessions.index(self.session))]
             _write(self.file, Results(old.benchmark, tuple(sessions), tuple(rows)))
+        self.added.append(key)
         print(f"{self.file.stem}: {_line(key)}: {_line(values)}", flush=True)
 
     @contextmanager

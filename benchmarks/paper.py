@@ -100,7 +100,7 @@ def torch_pruning_macs(model: nn.Module, subject: Subject, *, is_class_known: bo
 
 def record_claims(costs: Path) -> None:
     """Write what follows from the costs for the paper's figures, beside them."""
-    recorder = Recorder(costs.with_name("paper_claims.json"), redo=True)
+    recorder = Recorder(costs.with_name("paper_claims.json"), forget=True)
     for key, values in claims(Results.read(costs)):
         recorder.add(key, **values)
 

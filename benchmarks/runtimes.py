@@ -142,6 +142,8 @@ def _in_onnx_runtime(file: Path) -> Run:
 
     options = SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
+    # threads wait busily for more work, at the cost of the model whose turn it is, unless told to stop when a run ends
+    options.add_session_config_entry("session.force_spinning_stop", "1")
     session = InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
     return lambda images: torch.from_numpy(session.run(None, {"images": images.numpy()})[0])
 
