@@ -26,7 +26,8 @@ from hetdpt.errors import HetDPTError, PlanError, TrainError
 from hetdpt.gates import Constant
 from hetdpt.plan import Budget, Plan
 from hetdpt.recovery import RecoverConfig, recover
-from hetdpt.selection.importance import Picked, Search
+from hetdpt.selection.damage import choose, damage_of_each
+from hetdpt.selection.importance import Picked, Prior, Search
 from hetdpt.selection.schedule import due, removal_order, stage_ends
 from hetdpt.selection.select import SelectConfig, usual_search
 from hetdpt.surgery import gates_by_site
@@ -167,6 +168,55 @@ class TestPlanted:
         inert = [("attention", 1), ("attention", 2), ("activation", 2)]
         for site, gate in search.gates.items():
             assert (abs(gate.importance.item()) < 1e-7) == ((site.kind, site.block) in inert), site.path
+
+
+class TestPrior:
+    """What a scan says of each layer before the search: worth as many trials as it saw images, and no more."""
+
+    def searched(self, dense: nn.Module, updates: float, batches: int = 1) -> Search:
+        """Return a search that was told attention 3 costs 0.25, attention 0 costs 0.5 and all others 1."""
+        gated = hetdpt.gate_(deepcopy(dense)).train()
+        costs = {("attention", 3): 0.25, ("attention", 0): 0.5}
+        damages = {site: costs.get((site.kind, site.block), 1.0) for site in gates_by_site(gated)}
+        return Search(gated, ("attention",), explores=True, seed=0, prior=Prior(damages, updates), batches=batches)
+
+    def test_importances_begin_at_twice_the_damage(self, dense: nn.Module) -> None:
+        found = self.searched(dense, 4.0).importances
+        assert {site.block: value for site, value in found.items() if site.kind == "attention"} == {
+            0: 1.0, 1: 2.0, 2: 2.0, 3: 0.5,
+        }  # fmt: skip
+
+    @pytest.mark.parametrize(("trials", "first"), [(0, 3), (1, 3), (100, 0)])
+    def test_trials_outweigh_it_in_time(self, dense: nn.Module, trials: int, first: int) -> None:
+        """Trials say that attention 0 costs less than attention 3; the more there are the more they count."""
+        search = self.searched(dense, 16.0)
+        for site, gate in search.gates.items():
+            search.tried[site] += trials
+            gate.importance.data += trials * (0.1 if (site.kind, site.block) == ("attention", 0) else 1.0)
+        search.before_update(1, 1)
+        assert [picked.site.block for picked in search.gone] == [first]
+
+    @pytest.mark.parametrize("batches", [1, 4])
+    def test_an_update_of_several_batches_weighs_as_one(self, dense: nn.Module, batches: int) -> None:
+        search = self.searched(dense, 0.0, batches)
+        for _ in range(batches):
+            search._try(nn.Identity().train(), (torch.zeros(16 // batches, 3, 16, 16),))
+        assert sum(search.tried.values()) == pytest.approx(1.0)
+
+    def test_damage_of_each_is_that_of_the_first_choice(self, dense: nn.Module, data: Data) -> None:
+        assert data.train is not None
+        images, judge = (ImageBatches(data.train, preprocessing_of(dense), count=16, start=start) for start in (0, 16))
+        sites = [site for site in hetdpt.sites(dense) if site.kind == "activation"]
+        found = damage_of_each(dense, images, sites, judge=judge)
+        (choice,) = choose(dense, images, dict.fromkeys(sites, 1.0), 1, judge=judge)
+        assert list(found) == sites
+        assert (choice.site, choice.damage) == (min(found, key=found.__getitem__), min(found.values()))
+
+    def test_a_search_too_short_to_try_anything_finds_inert_layers(self, dense: nn.Module, data: Data) -> None:
+        """Three updates of two images, three layers: no trials to speak of."""
+        short = search_config(per_class=1, training__batch_size=3)
+        plan = hetdpt.select(dense, data, Budget(2, 1), "hetdpt", SelectConfig(search=short, images=32))
+        assert (plan.attention, plan.activation) == ((1, 2), (2,))
 
 
 class TestTypes:
@@ -334,30 +384,3 @@ def test_bad_settings_are_refused() -> None:
         SelectConfig(candidates="some")  # type: ignore[arg-type]
     with pytest.raises(HetDPTError, match="2 or more are needed, not 1"):
         SelectConfig(images=1)
-
-
-@pytest.mark.parametrize(
-    ("explores", "images", "updates", "first"),
-    [
-        (False, 1, 80, 3),  # as in the paper: the stages of 8 layers end after 3, 8, 15, ... of 80 epochs
-        (True, 999, 80, 4),  # enough images in the first update, then the same stages of what is left
-        (True, 8, 80, 19),  # 8 sites x 16 images are 16 updates
-        (True, 1, 80, 42),  # so few that half of the search passes
-        (True, 1, 8, 1),  # one update for each layer
-    ],
-)
-def test_no_layer_goes_before_each_was_tried(
-    dense: nn.Module, explores: bool, images: int, updates: int, first: int
-) -> None:
-    gated = hetdpt.gate_(deepcopy(dense))
-    search = Search(gated, ["attention", "activation"] * 4, explores=explores, seed=0)
-    gated.train()
-    went: list[int] = []
-    for update in range(updates + 1):
-        before = len(search.gone)
-        search.before_update(update, updates)
-        went += [update] * (len(search.gone) - before)
-        search._try(gated, (torch.zeros(images, 3, 16, 16),)) if explores else None
-    assert len(went) == 8
-    assert went[0] == first
-    assert went[-1] == updates

@@ -52,7 +52,7 @@ Candidates = Annotated[
     str, typer.Option(help="Layers to search: all, or te (of each kind twice as many as go, by transfer entropy).")
 ]
 Explore = Annotated[
-    bool, typer.Option("--explore/--no-explore", help="Try candidates closed before one goes; the paper does not.")
+    bool, typer.Option("--explore/--no-explore", help="Scan first, and try candidates closed; the paper does not.")
 ]
 
 

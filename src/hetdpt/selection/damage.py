@@ -102,6 +102,25 @@ def choose(
         yield Choice(best, damage, gains[best])
 
 
+def damage_of_each(
+    model: nn.Module,
+    batches: Iterable[Tensor],
+    sites: Iterable[Site],
+    *,
+    judge: Iterable[Tensor] | None = None,
+    removal: Removal = "calibrated",
+    progress: Progress | None = None,
+) -> dict[Site, float]:
+    """Return the damage of ``model`` without each of ``sites`` alone; ``batches`` and ``judge`` as in ``choose``."""
+    judge = batches if judge is None else judge
+    for images in (batches, judge):
+        require_more_than_once(images, "to fit replacements and to judge them")
+    current = ready_for(next(checked(batches, model, PURPOSE)), model, removal)
+    variants = variants_of(current, sites, batches)
+    court = _Court(model, judge, MEMORY)
+    return court.damages(current, variants, _part_of(progress, 0, 1), length_hint(batches))
+
+
 class _Court:
     """The answers of the dense model to some images, with which those of others are compared."""
 

@@ -8,13 +8,13 @@ The gradient at m = 1 tells what a little less of a layer would cost, not what i
 at a minimum of the loss it is 0, since a layer's size is one of the weights. So, unless asked not to, the search tries:
 for every image one candidate is closed for once, all in turn, and the gradient at m = 0 counts, that at m = 1 does not.
 Where the loss is quadratic in m and least at m = 1, half of it is loss(m = 0) - loss(m = 1). A search of few images
-would take its first layers before it has tried them: it waits until each was tried on some images, and then goes
-through the schedule in what is left of its updates.
+tries each candidate on a handful. So it may be told beforehand what removing each would cost, measured on some images,
+and counts that as trials on as many: it decides a short search, and fades in a long one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import Any
@@ -29,8 +29,6 @@ from hetdpt.selection.schedule import due
 from hetdpt.surgery import gates_by_site
 from hetdpt.training.trainer import State
 
-ENOUGH = 16  # images on which each candidate is tried before the first layer goes
-
 
 @dataclass(frozen=True)
 class Picked:
@@ -41,11 +39,22 @@ class Picked:
     """By which it was chosen: the lower the sooner, comparable within one method and kind."""
 
 
+@dataclass(frozen=True)
+class Prior:
+    """What removing each candidate alone would do, measured before the search."""
+
+    damages: Mapping[Site, float]
+    """In units of the loss, the mean over images."""
+    updates: float
+    """Those of the search that have as many images: each candidate counts as tried on all of them."""
+
+
 class Search:
     """A companion of the training loop that learns importances and closes gates.
 
-    ``kinds`` says of which kind each layer is that goes, None for any. ``refit`` is called after each removal: the
-    replacements of those that are left are of a model that has changed.
+    ``kinds`` says of which kind each layer is that goes, None for any. ``prior`` is what is known before. ``batches``
+    are those of an update. ``refit`` is called after each removal: the replacements of those that are left are of a
+    model that has changed.
     """
 
     def __init__(
@@ -55,16 +64,19 @@ class Search:
         *,
         explores: bool,
         seed: int,
+        prior: Prior | None = None,
+        batches: int = 1,
         refit: Callable[[], None] | None = None,
         watch: Callable[[Picked], None] | None = None,
     ) -> None:
         self.gates, self.kinds, self.explores, self.seed = gates_by_site(model), kinds, explores, seed
-        self.refit, self.watch = refit, watch
+        self.batches, self.refit, self.watch = batches, refit, watch
         self.gone: list[Picked] = []
         self.tried = dict.fromkeys(self.gates, 0.0)
-        """Batches for whose images a candidate was closed, in parts."""
+        """Updates for whose images a candidate was closed, in parts."""
         self._draws = (0, 0)  # updates done, and batches of the next one seen
-        self._images, self._begun = 0, None if explores else 0  # that were tried on; the update from which layers go
+        if prior:
+            self._begin_with(prior)
         if explores:
             model.register_forward_pre_hook(self._try)
 
@@ -87,17 +99,15 @@ class Search:
                 f"the search has {updates} updates to choose {len(self.kinds)} layers in; give it more images or "
                 "epochs, or smaller batches"
             )
-        if self._begun is None and self._knows_enough(update, updates):
-            self._begun = update
-        if self._begun is not None:
-            while len(self.gone) < due(update - self._begun, updates - self._begun, len(self.kinds)):
-                self._remove(self.kinds[len(self.gone)])
+        while len(self.gone) < due(update, updates, len(self.kinds)):
+            self._remove(self.kinds[len(self.gone)])
         self._draws = (update, 0)
 
-    def _knows_enough(self, update: int, updates: int) -> bool:
-        """Whether layers may go: each was tried, or half of the search is over, or updates are left for no more."""
-        is_late = updates - update <= max(updates // 2, len(self.kinds))
-        return is_late or self._images >= ENOUGH * len(self.gates)
+    def _begin_with(self, prior: Prior) -> None:
+        """Let importances be what trials would have made them."""
+        for site, gate in self.gates.items():
+            self.tried[site] = prior.updates
+            gate.importance.data.fill_(2 * prior.damages[site] * prior.updates)
 
     def _remove(self, kind: Kind | None) -> None:
         importances = {site: value for site, value in self.importances.items() if kind in (None, site.kind)}
@@ -114,7 +124,6 @@ class Search:
         if not model.training:
             return
         images, to_go = len(args[0]), self.kinds[len(self.gone) :]
-        self._images += images
         left = [site for site, gate in self.gates.items() if gate.is_open and (site.kind in to_go or None in to_go)]
         order = np.random.default_rng((self.seed, *self._draws)).permutation(len(left))
         turns = torch.arange(images) % max(len(left), 1)
@@ -122,19 +131,18 @@ class Search:
             gate.trial = None
         for place, site in zip(order, left, strict=True):
             self.gates[site].trial = is_tried = turns == int(place)
-            self.tried[site] += is_tried.sum().item() / images
+            self.tried[site] += is_tried.sum().item() / images / self.batches
         self._draws = (self._draws[0], self._draws[1] + 1)
 
     def state(self) -> State:
         places = {site: number for number, site in enumerate(self.gates)}
         gone = [[places[picked.site], picked.score] for picked in self.gone]
-        return {"gone": gone, "tried": list(self.tried.values()), "images": self._images, "begun": self._begun}
+        return {"gone": gone, "tried": list(self.tried.values())}
 
     def restore(self, state: State) -> None:
         sites = list(self.gates)
         self.gone = [Picked(sites[number], score) for number, score in state["gone"]]
         self.tried = dict(zip(sites, state["tried"], strict=True))
-        self._images, self._begun = state["images"], state["begun"]
         for picked in self.gone:
             self.gates[picked.site].is_open = False
             if self.watch is not None:

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Literal
 
 import numpy as np
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -23,8 +24,8 @@ from hetdpt.errors import PlanError
 from hetdpt.modules import checked, clone
 from hetdpt.plan import KINDS, Budget, Kind, Plan, Site
 from hetdpt.recovery import RecoverConfig, recover
-from hetdpt.selection.damage import Choice, choose
-from hetdpt.selection.importance import Picked, Search
+from hetdpt.selection.damage import Choice, choose, damage_of_each
+from hetdpt.selection.importance import Picked, Prior, Search
 from hetdpt.selection.methods import Method, Score, method_called
 from hetdpt.selection.schedule import removal_order
 from hetdpt.surgery import Removal, gates_by_site, known, place_, ready_for, removable
@@ -75,7 +76,8 @@ class SelectConfig:
     """Which layers are searched: all, or, as in the paper, of each kind twice as many as go, those of the least
     transfer entropy."""
     explores: bool = True
-    """Whether the search tries each candidate closed before one goes (``importance``); the paper's does not."""
+    """Whether the search tries candidates closed, and begins with what a scan says of each (``importance``); the
+    paper's does not."""
 
     def __post_init__(self) -> None:
         if self.images < 2:
@@ -181,9 +183,7 @@ def _by_entropy(task: _Task) -> list[Site]:
 
 def _by_damage(task: _Task) -> list[Site]:
     """Return the sites that go one after another, each with the least damage, measured on other training images."""
-    assert task.data.train is not None
-    has_more = len(task.data.train) > task.images.count
-    judge = _images(task.model, task.data, task.config, task.workers, task.images.count) if has_more else None
+    judge = _judge(task)
     chosen: list[Choice] = []
     for kind, count in Counter(task.kinds).items():  # all of one kind, then all of the other
         before = [choice.site for choice in chosen]
@@ -201,6 +201,14 @@ def _by_damage(task: _Task) -> list[Site]:
         chosen = [*chosen, *found]
     _tell(task, [(choice.site, choice.damage) for choice in chosen])
     return [choice.site for choice in chosen]
+
+
+def _judge(task: _Task) -> ImageBatches:
+    """Return as many training images as replacements are fitted on, others where there are more."""
+    assert task.data.train is not None
+    if len(task.data.train) <= task.images.count:
+        return task.images
+    return _images(task.model, task.data, task.config, task.workers, task.images.count)
 
 
 def _at_random(task: _Task) -> list[Site]:
@@ -226,6 +234,8 @@ def _by_importance(task: _Task) -> list[Site]:
         task.kinds,
         explores=config.explores,
         seed=settings.training.seed,
+        prior=_prior(task, candidates) if config.explores else None,
+        batches=settings.training.accumulate,
         refit=partial(_refit, student, gated, task.images),
         watch=task.watch,
     )
@@ -244,6 +254,21 @@ def _by_importance(task: _Task) -> list[Site]:
     for _ in epochs:
         pass
     return [picked.site for picked in search.gone]
+
+
+def _prior(task: _Task, candidates: list[Site]) -> Prior:
+    """Return the damage of each candidate, the same in all processes."""
+    judge, training = _judge(task), task.config.search.training
+    found = damage_of_each(
+        task.model, task.images, candidates, judge=judge, removal=task.config.removal, progress=task.stage("damage")
+    )
+    device, processes = next(task.model.parameters()).device, 1
+    values = torch.tensor([found[site] for site in candidates], device=device)
+    if dist.is_available() and dist.is_initialized():
+        processes = dist.get_world_size()
+        dist.broadcast(values, 0)
+    damages = dict(zip(candidates, values.tolist(), strict=True))
+    return Prior(damages, judge.count / training.images_per_update(processes))
 
 
 def _candidates(task: _Task) -> list[Site]:

@@ -350,8 +350,8 @@ class _Forecast:
             return 0.0, None
         if method.score != "importance":
             return sum(self._choice(kind) for kind in kinds), None
-        candidates = self._choice(None) if self.config.candidates == "te" else 0.0
-        return candidates + len(kinds) * self._fit + self._training(self._search), self._search
+        scans = (self.config.candidates == "te") + self.config.explores  # each as long as a choice among all
+        return scans * self._choice(None) + len(kinds) * self._fit + self._training(self._search), self._search
 
     def _choice(self, kind: Kind | None) -> float:
         """Return the seconds in which a layer is chosen among all of ``kind``."""
