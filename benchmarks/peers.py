@@ -39,8 +39,8 @@ from hetdpt.calibration import calibrate_
 from hetdpt.claims import Claim, work
 from hetdpt.data.labelled import LabelledBatches
 from hetdpt.data.sources import open_data
-from hetdpt.measurement.accuracy import wilson_interval
 from hetdpt.measurement.agreement import measure_damage
+from hetdpt.measurement.intervals import wilson_interval
 from hetdpt.modules import clone
 from hetdpt.recipes import recipe
 from hetdpt.selection.damage import choose

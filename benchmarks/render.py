@@ -21,6 +21,8 @@ from evidence import RESULTS, Results, Row
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from paper_printed import printed, said
 
+from hetdpt.measurement.intervals import wilson_interval
+from hetdpt.selection.methods import METHODS
 from hetdpt.studies.comparison import RIGHT, difference_of
 
 HERE = Path(__file__).parent
@@ -77,12 +79,19 @@ def accuracy(found: Sequence[Row]) -> list[float]:
 
 
 def difference(found: Sequence[Row], others: Sequence[Row]) -> list[float]:
-    """Return by how many points ``found`` is better than ``others``, seed by seed, with the interval over images."""
+    """Return by how many points ``found`` is better than ``others``, over the seeds that both have."""
     theirs = {row.key["seed"]: row.values["right"] for row in others}
     apart = difference_of([(row.values["right"], theirs.get(row.key["seed"])) for row in found])
     if apart is None:
         raise LookupError(f"{found} and {others} have no answers in common")
     return [apart.value, apart.low, apart.high]
+
+
+def one_shot(found: Sequence[Row]) -> list[float]:
+    """Return the mean accuracy before fine-tuning, with Wilson's interval for the images of one seed."""
+    images = found[0].values["images"]
+    value = mean(found, "start_accuracy")
+    return [value, *wilson_interval(round(value * images / 100), images)]
 
 
 def mean(found: Sequence[Row], name: str) -> float:
@@ -148,7 +157,8 @@ def pages() -> Iterator[tuple[Path, str]]:
     )
     reference = json.loads((REFERENCE / "reference.json").read_text())
     found = {"rows": rows, "row": row, "has": has, "study": study, "source": source, "reference": reference}
-    environment.globals.update(**found, accuracy=accuracy, difference=difference, mean=mean)
+    environment.globals.update(**found, accuracy=accuracy, difference=difference, one_shot=one_shot)
+    environment.globals.update(methods=list(METHODS))
     environment.globals.update(printed=printed, said=said)
     environment.filters.update(times=times, percent=percent, signed=signed, giga=giga, mega=mega)
     for template in sorted(TEMPLATES.glob("[!_]*.md.j2")):
@@ -160,13 +170,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true")
     options = parser.parse_args()
-    stale = [page for page, text in pages() if not page.is_file() or page.read_text() != text]
+    stale = {page: text for page, text in pages() if not page.is_file() or page.read_text() != text}
     if options.check and stale:
         sys.exit(f"not what the results say: {', '.join(page.name for page in stale)}; run python benchmarks/render.py")
-    for page, text in pages():
-        if page in stale:
-            page.write_text(text)
-            print(f"wrote {page}")
+    for page, text in stale.items():
+        page.write_text(text)
+        print(f"wrote {page}")
 
 
 if __name__ == "__main__":

@@ -21,7 +21,8 @@ from hetdpt.data.batches import EvaluationBatches
 from hetdpt.data.sources import Data, open_data
 from hetdpt.data.subset import Subset
 from hetdpt.errors import DataError
-from hetdpt.measurement.accuracy import Scores, evaluate, measure_accuracy, wilson_interval
+from hetdpt.measurement.accuracy import Scores, evaluate, measure_accuracy
+from hetdpt.measurement.intervals import wilson_interval
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
 

@@ -386,6 +386,13 @@ def test_a_difference_is_paired() -> None:
     assert difference_of([(same, same)]) == Difference(0, 0, 0)
 
 
+def test_seeds_that_disagree_widen_the_interval_of_a_difference() -> None:
+    right, wrong = "1" * 100, "0" * 100
+    found = difference_of([(right, wrong), (wrong, wrong)])
+    assert found == Difference(50, 0, 100)  # both seeds the one, or both the other
+    assert difference_of([(right, wrong), (right, wrong)]) == Difference(100, 100, 100)
+
+
 def test_a_difference_over_seeds_and_without_answers() -> None:
     both = difference_of([("11", "01"), ("11", "11")])
     assert both is not None

@@ -178,7 +178,7 @@ class TestPrior:
         gated = hetdpt.gate_(deepcopy(dense)).train()
         costs = {("attention", 3): 0.25, ("attention", 0): 0.5}
         damages = {site: costs.get((site.kind, site.block), 1.0) for site in gates_by_site(gated)}
-        return Search(gated, ("attention",), explores=True, seed=0, prior=Prior(damages, updates), batches=batches)
+        return Search(gated, ("attention",), explores=True, seed=0, prior=Prior(damages, updates), accumulate=batches)
 
     def test_importances_begin_at_twice_the_damage(self, dense: nn.Module) -> None:
         found = self.searched(dense, 4.0).importances
@@ -212,8 +212,32 @@ class TestPrior:
         assert list(found) == sites
         assert (choice.site, choice.damage) == (min(found, key=found.__getitem__), min(found.values()))
 
+    @pytest.mark.parametrize(
+        ("explores", "images", "accumulate", "updates"),
+        [(True, 32, 1, 32 / 8), (True, 32, 2, 32 / 16), (True, 100_000, 1, None), (False, 32, 1, None)],
+    )
+    def test_it_weighs_as_much_as_its_images(
+        self, dense: nn.Module, data: Data, explores: bool, images: int, accumulate: int, updates: float | None,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:  # fmt: skip
+        """In updates of the search; where all images are looked at, the same judge. Without trials there is none."""
+        given: list[Prior | None] = []
+
+        class Watched(Search):
+            def __init__(self, *args: Any, prior: Prior | None, **kwargs: Any) -> None:
+                given.append(prior)
+                super().__init__(*args, prior=prior, **kwargs)
+
+        monkeypatch.setattr("hetdpt.selection.select.Search", Watched)
+        search = search_config(training__accumulate=accumulate)
+        config = SelectConfig(search=search, images=images, explores=explores)
+        hetdpt.select(dense, data, Budget(1, 0), "hetdpt", config)
+        assert data.train is not None
+        expected = updates or (len(data.train) / 8 if explores else None)
+        assert [prior and prior.updates for prior in given] == [expected]
+
     def test_a_search_too_short_to_try_anything_finds_inert_layers(self, dense: nn.Module, data: Data) -> None:
-        """Three updates of two images, three layers: no trials to speak of."""
+        """Three updates of three images, three layers: no trials to speak of."""
         short = search_config(per_class=1, training__batch_size=3)
         plan = hetdpt.select(dense, data, Budget(2, 1), "hetdpt", SelectConfig(search=short, images=32))
         assert (plan.attention, plan.activation) == ((1, 2), (2,))

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import timm
 import torch
 from families import Family, by_label, named
 from torch import Tensor, nn
@@ -518,6 +519,20 @@ def test_a_target_is_met_within_two_percent(model: nn.Module, name: str, round_t
     assert (count_macs(narrow, (3, 32, 32)), count_params(narrow)) == (found.macs, found.params)
     assert getattr(found, name) == pytest.approx(0.6 * full, rel=0.02)
     assert model.embed_dim == 48  # a copy was narrowed
+
+
+@pytest.mark.parametrize(("width", "round_to", "is_even"), [(256, None, True), (256, 1, False), (192, None, False)])
+def test_sizes_of_wide_models_are_multiples_of_8(width: int, round_to: int | None, is_even: bool) -> None:
+    wide = timm.create_model(
+        "vit_tiny_patch16_224", img_size=32, patch_size=8, embed_dim=width, num_heads=4, depth=3, num_classes=10
+    )
+    full = count_macs(wide, (3, 32, 32))
+    found = narrow_to(wide, macs=0.37 * full, config=replace(PLAIN, round_to=round_to))
+    hidden = [block.mlp.fc1.out_features for block in found.model.blocks]
+    assert all(size % 8 == 0 for size in hidden) == is_even, hidden
+    assert found.macs == pytest.approx(0.37 * full, rel=0.02)
+    narrow_(wide, Ratios(hidden=0.37), PLAIN)  # what is said in so many words is done
+    assert any(block.mlp.fc1.out_features % 8 for block in wide.blocks)
 
 
 def test_shares_say_what_stays(model: nn.Module) -> None:

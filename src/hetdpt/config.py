@@ -93,7 +93,7 @@ class RunConfig:
     candidates: Literal["all", "te"] = "all"
     """Which layers are searched: all, or twice as many as go, those of the least transfer entropy."""
     explores: bool = True
-    """Whether the search tries each candidate closed before one goes."""
+    """Whether the search begins with a scan and tries candidates closed."""
     recovery: RecoverConfig = field(default_factory=lambda: quick().config)
     """The fine-tuning at the end."""
     plus: bool = False

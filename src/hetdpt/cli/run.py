@@ -110,7 +110,7 @@ def run(
     ] = False,
     depths: Annotated[str | None, typer.Option(help="Numbers of layers to try with --plus, such as 0,4,8.")] = None,
     round_to: Annotated[
-        int | None, typer.Option(min=1, help="With --plus, sizes are multiples of this, such as 8.")
+        int | None, typer.Option(min=1, help="With --plus, sizes are multiples of this; 8 for wide models by default.")
     ] = None,
     tokens: Annotated[
         str | None, typer.Option(help="Reduce tokens of the model at the end, such as tome:8 or gtp:8.")

@@ -49,7 +49,9 @@ def width(
     ] = None,
     images: Annotated[int, typer.Option(min=1, help="How many of them to look at.")] = 512,
     importance: Annotated[str, typer.Option(help="What a piece is worth: taylor, l2 or random.")] = "taylor",
-    round_to: Annotated[int | None, typer.Option(min=1, help="Make sizes multiples of this.")] = None,
+    round_to: Annotated[
+        int | None, typer.Option(min=1, help="Make sizes multiples of this; 8 for wide models by default.")
+    ] = None,
     shares: Annotated[
         str | None,
         typer.Option(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import sqrt
 from pathlib import Path
 
 import torch
@@ -20,9 +19,9 @@ from hetdpt.data.fit import check_classes
 from hetdpt.data.sources import Data, open_data
 from hetdpt.data.subset import subset
 from hetdpt.errors import DataError
+from hetdpt.measurement.intervals import wilson_interval
 from hetdpt.modules import evaluating, memory_advice
 
-Z = 1.959964  # of a 95 % interval
 BATCH = 64
 Each = Callable[[Tensor, Tensor], None]
 """Called with indices of images (B,), -1 in a stream of shards, and whether the model gets each right (B,)."""
@@ -55,21 +54,6 @@ class Scores:
         right, right5, loss, count = sums.tolist()
         low, high = wilson_interval(right, count)
         return cls(100 * right / count, 100 * right5 / count, loss / count, int(count), low, high, unreadable)
-
-
-def wilson_interval(right: float, count: float) -> tuple[float, float]:
-    """Return the 95 % interval of a rate in percent (Wilson, 1927), which never leaves 0 to 100.
-
-    >>> low, high = wilson_interval(0, 10)
-    >>> (round(low, 1), round(high, 1))
-    (0.0, 27.8)
-    """
-    rate, spread = right / count, Z * Z / count
-    centre = (rate + spread / 2) / (1 + spread)
-    half = Z / (1 + spread) * sqrt(rate * (1 - rate) / count + spread / (4 * count))
-    low = 0.0 if right == 0 else centre - half
-    high = 1.0 if right == count else centre + half
-    return 100 * low, 100 * high
 
 
 @torch.no_grad()

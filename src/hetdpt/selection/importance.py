@@ -1,8 +1,8 @@
 """The importance search (paper, stage 1 step 2): importances learned with the weights decide which layers go.
 
-Every candidate has a gate. Its importance starts at 0 and follows the gradient of the mask, straight through (paper,
-Eq. 6): importance -= d loss / d m, which is what the layer is worth to the loss as far as one gradient tells. A
-schedule takes layers away one at a time, each the least important of its own kind, never back.
+Every candidate has a gate. Its importance starts at 0, or at what is known before, and follows the gradient of the
+mask, straight through (paper, Eq. 6): importance -= d loss / d m, which is what the layer is worth to the loss as far
+as one gradient tells. A schedule takes layers away one at a time, each the least important of its own kind, never back.
 
 The gradient at m = 1 tells what a little less of a layer would cost, not what its removal would; where the weights are
 at a minimum of the loss it is 0, since a layer's size is one of the weights. So, unless asked not to, the search tries:
@@ -44,7 +44,7 @@ class Prior:
     """What removing each candidate alone would do, measured before the search."""
 
     damages: Mapping[Site, float]
-    """In units of the loss, the mean over images."""
+    """Of each image, in the mean: KL divergence in nats, as the loss of a search that learns from the dense model."""
     updates: float
     """Those of the search that have as many images: each candidate counts as tried on all of them."""
 
@@ -52,8 +52,8 @@ class Prior:
 class Search:
     """A companion of the training loop that learns importances and closes gates.
 
-    ``kinds`` says of which kind each layer is that goes, None for any. ``prior`` is what is known before. ``batches``
-    are those of an update. ``refit`` is called after each removal: the replacements of those that are left are of a
+    ``kinds`` says of which kind each layer is that goes, None for any. ``prior`` is what is known before. An update has
+    ``accumulate`` batches. ``refit`` is called after each removal: the replacements of those that are left are of a
     model that has changed.
     """
 
@@ -65,12 +65,12 @@ class Search:
         explores: bool,
         seed: int,
         prior: Prior | None = None,
-        batches: int = 1,
+        accumulate: int = 1,
         refit: Callable[[], None] | None = None,
         watch: Callable[[Picked], None] | None = None,
     ) -> None:
         self.gates, self.kinds, self.explores, self.seed = gates_by_site(model), kinds, explores, seed
-        self.batches, self.refit, self.watch = batches, refit, watch
+        self.accumulate, self.refit, self.watch = accumulate, refit, watch
         self.gone: list[Picked] = []
         self.tried = dict.fromkeys(self.gates, 0.0)
         """Updates for whose images a candidate was closed, in parts."""
@@ -131,7 +131,7 @@ class Search:
             gate.trial = None
         for place, site in zip(order, left, strict=True):
             self.gates[site].trial = is_tried = turns == int(place)
-            self.tried[site] += is_tried.sum().item() / images / self.batches
+            self.tried[site] += is_tried.sum().item() / images / self.accumulate
         self._draws = (self._draws[0], self._draws[1] + 1)
 
     def state(self) -> State:

@@ -235,7 +235,7 @@ def _by_importance(task: _Task) -> list[Site]:
         explores=config.explores,
         seed=settings.training.seed,
         prior=_prior(task, candidates) if config.explores else None,
-        batches=settings.training.accumulate,
+        accumulate=settings.training.accumulate,
         refit=partial(_refit, student, gated, task.images),
         watch=task.watch,
     )

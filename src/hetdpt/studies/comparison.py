@@ -86,7 +86,7 @@ class Difference:
 
     value: float
     low: float
-    """Lower end of the interval that holds 95 % of the bootstrap means over images."""
+    """Lower end of the interval that holds 95 % of the bootstrap means, over images and seeds."""
     high: float
 
 
@@ -225,7 +225,8 @@ def summarise(rows: Sequence[Row], answers: Sequence[str | None], dense: Dense, 
 def difference_of(pairs: Sequence[tuple[str | None, str | None]]) -> Difference | None:
     """Return how much better the first of each pair is, the mean over seeds; a pair is two models of one seed.
 
-    The bootstrap draws images, each with the answers of all models to it. Pairs that lack an answer are left out.
+    The bootstrap draws images, each with the answers of all models to it, and seeds where there are several. Pairs
+    that lack an answer are left out.
 
     >>> difference_of([("1101", "1001")]).value
     25.0
@@ -237,11 +238,15 @@ def difference_of(pairs: Sequence[tuple[str | None, str | None]]) -> Difference 
         return None
     answers = np.array([[list(one), list(other)] for one, other in known])  # (seeds, 2, images)
     is_read = (answers != UNREAD).all(axis=(0, 1))
-    gains = (answers[:, 0, is_read] == RIGHT).sum(0) - (answers[:, 1, is_read] == RIGHT).sum(0)
-    if not len(gains):
+    right = (answers[:, :, is_read] == RIGHT).astype(int)
+    gains = right[:, 0] - right[:, 1]  # (seeds, images)
+    seeds, images = gains.shape
+    if not images:
         return None
-    values, counts = np.unique(gains, return_counts=True)  # images of one gain are the same to the bootstrap
-    draws = np.random.default_rng(0).multinomial(len(gains), counts / len(gains), DRAWS)
-    scale = 100 / len(gains) / len(known)
-    low, high = np.percentile(scale * draws @ values, (2.5, 97.5))
-    return Difference(float(scale * gains.sum()), float(low), float(high))
+    values, counts = np.unique(gains, axis=1, return_counts=True)  # images of the same gains are one to the bootstrap
+    generator = np.random.default_rng(0)
+    drawn = generator.multinomial(images, counts / images, DRAWS) / images
+    chosen = generator.multinomial(seeds, [1 / seeds] * seeds, DRAWS) / seeds
+    means = 100 * np.einsum("ds,sv,dv->d", chosen, values, drawn)
+    low, high = np.percentile(means, (2.5, 97.5))
+    return Difference(float(100 * gains.mean()), float(low), float(high))

@@ -41,8 +41,9 @@ from hetdpt.errors import DataError, MeasureError, ModelError
 from hetdpt.export.saved import RECIPE, load, require_savable, save
 from hetdpt.files import keep_json, write_json, written
 from hetdpt.keeping import CALIBRATION, pruned, recover_into
-from hetdpt.measurement.accuracy import BATCH, evaluate, wilson_interval
+from hetdpt.measurement.accuracy import BATCH, evaluate
 from hetdpt.measurement.costs import Costs
+from hetdpt.measurement.intervals import wilson_interval
 from hetdpt.modules import clone, find_device
 from hetdpt.plan import KINDS, Budget, Plan
 from hetdpt.recipes import cifar100_transfer
