@@ -15,6 +15,7 @@ from __future__ import annotations
 import fcntl
 import json
 import shlex
+import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -95,6 +96,7 @@ class Recorder:
             "date": date.today().isoformat(),
             **asdict(Machine.of(device("cpu"))),
             "dtype": dtype,
+            "commit": _commit(),
             "versions": versions(),
             **more,
         }
@@ -136,6 +138,16 @@ def require_real_data() -> None:
     """End the script in a sentence where the real ViT-Tiny and its images are absent."""
     if not IMAGENET.is_dir():
         sys.exit(f"{SHARED} is absent; this benchmark needs the real ViT-Tiny and ImageNet's images that lie there")
+
+
+def _commit() -> str:
+    """Return the commit of the code that runs, with a + where files of it were changed since; empty if unknown."""
+    here = Path(__file__).parent
+    command = ["git", "-C", str(here), "describe", "--always", "--dirty=+", "--exclude=*"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""
 
 
 def _write(file: Path, results: Results) -> None:

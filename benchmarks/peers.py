@@ -1,7 +1,7 @@
 """Other ways to make the real ViT-Tiny faster, at equal MACs, on the same images and after the same fine-tuning.
 
-    python benchmarks/peers.py [one-shot] [recover] [speed] [--targets 0.84 0.76] [--seeds 0 1 2]
-                               [--epochs 1] [--images 3000] [--peers NAME ...]
+    python benchmarks/peers.py [one-shot] [recover] [speed] [--targets 0.84 0.76] [--seeds 0 1]
+                               [--epochs 1] [--images 1000] [--peers NAME ...]
 
 ``one-shot`` scores every peer at every target, a part of the dense model's MACs, on 1,000 validation images.
 ``recover`` trains each again, all with the same settings (recipe ``brief``), and scores what that gives. ``speed``
@@ -450,10 +450,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", default=["one-shot", "recover"], metavar=" | ".join(PARTS))
     parser.add_argument("--targets", nargs="+", type=float, default=[0.84, 0.76])
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1])
     parser.add_argument("--peers", nargs="+", default=list(BY_NAME), choices=BY_NAME)
     parser.add_argument("--epochs", type=int, default=1)
-    parser.add_argument("--images", type=int, default=3000, help="to fine-tune on")
+    parser.add_argument("--images", type=int, default=1000, help="to fine-tune on")
     parser.add_argument("--calibrate", type=int, default=256, help="images to fit and to rank on")
     parser.add_argument("--judge", type=int, default=64, help="images that damage is measured on")
     parser.add_argument("--scored", type=int, default=1000, help="validation images")

@@ -4,9 +4,10 @@
 
 Rows are matched by their keys. A value counts if its name says which way is good (``HIGHER``, ``LOWER``; with a prefix
 such as ``start_accuracy`` too). It got worse where the intervals do not meet. Without intervals it did where it moved
-the wrong way by more than the part ``--tolerance`` of it; of what is counted (MACs, parameters) by anything at all. An
-accuracy without an interval has that of its images. Rows that are gone are named as well, unless only what both have
-in ``--common`` counts. Code 1 if anything got worse, 2 for a file that is none of ours. No torch here.
+the wrong way by more than the part ``--tolerance`` of it. What is counted (MACs, parameters) is to stay as it is. An
+accuracy is compared image by image where both files say which ones were right; without, and without an interval, it
+has that of its images. An ``outcome`` that became ``lost`` is worse. Rows that are gone are named as well, unless only
+what both have in ``--common`` counts. Code 1 if anything got worse, 2 for a file that is none of ours. No torch here.
 """
 
 from __future__ import annotations
@@ -21,9 +22,12 @@ from typing import Any
 
 from evidence import Key, Results, Row
 
+from hetdpt.studies.comparison import difference_of
+
 HIGHER = ("accuracy", "speedup", "efficiency", "throughput")
 LOWER = ("macs", "params", "seconds", "milliseconds", "peak_bytes", "bytes", "epochs_of_dense")
 COUNTED = ("macs", "params")
+RIGHTS = "right"  # which images were, a letter each
 Span = tuple[float, float, float]
 
 
@@ -58,9 +62,27 @@ def changes(before: Results, after: Results, tolerance: float) -> Iterator[Chang
     for old in before.rows:
         new = after.find(**old.key)
         for name in old.values if new else ():
-            one, other = span(old, name, tolerance), span(new, name, tolerance) if new else None
+            assert new is not None
+            one, other = span(old, name, tolerance), span(new, name, tolerance)
             if one and other and direction(name):
-                yield Change(old.key, name, one, other, is_worse(one, other, direction(name)))
+                worse = is_worse(one, other, direction(name))
+                if is_counted(name):
+                    worse = one != other
+                elif name == "accuracy" and (
+                    apart := difference_of([(new.values.get(RIGHTS), old.values.get(RIGHTS))])
+                ):
+                    worse = apart.high < 0
+                yield Change(old.key, name, one, other, worse)
+
+
+def is_counted(name: str) -> bool:
+    return any(name == known or name.endswith(f"_{known}") for known in COUNTED)
+
+
+def newly_lost(before: Results, after: Results) -> list[Key]:
+    """Return the keys of what was all right before and is lost now."""
+    lost = [row.key for row in after.rows if row.values.get("outcome") == "lost"]
+    return [row.key for row in before.rows if row.key in lost and row.values.get("outcome") != "lost"]
 
 
 def is_worse(before: Span, after: Span, better: int) -> bool:
@@ -79,7 +101,7 @@ def span(row: Row, name: str, tolerance: float) -> Span | None:
         return value[0], value[1], value[2]
     if not _is_number(value):
         return None
-    if any(name == known or name.endswith(f"_{known}") for known in COUNTED):
+    if is_counted(name):
         noise = 0.0
     elif name.endswith("accuracy") and (images := row.values.get("images")):
         noise = 100 * (1.96 * (value / 100 * (1 - value / 100) / images) ** 0.5)
@@ -123,12 +145,15 @@ def main() -> None:
     known = list(changes(before, after, options.tolerance))
     worse = [change for change in known if change.is_worse]
     lost = [] if options.common else gone(before, after)
+    failing = newly_lost(before, after)
     for change in worse:
         print(f"worse: {change}")
+    for key in failing:
+        print(f"lost: {', '.join(f'{name} {value}' for name, value in key.items())}")
     for key in lost:
         print(f"gone: {', '.join(f'{name} {value}' for name, value in key.items())}")
-    print(f"{after.benchmark}: {len(known)} values compared, {len(worse)} worse, {len(lost)} rows gone")
-    sys.exit(1 if worse or lost else 0)
+    print(f"{after.benchmark}: {len(known)} values compared, {len(worse) + len(failing)} worse, {len(lost)} rows gone")
+    sys.exit(1 if worse or failing or lost else 0)
 
 
 if __name__ == "__main__":

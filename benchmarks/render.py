@@ -59,7 +59,9 @@ def source(name: str) -> str:
     found = Results.read(RESULTS / f"{name}.json")
     lines = [f"Source: [{name}.json](../benchmarks/results/{name}.json)."]
     for one in found.sessions:
+        commit = f" ({one['commit']})" if one.get("commit") else ""
         kept = ", ".join(f"{package} {number}" for package, number in one["versions"].items())
+        kept = kept.replace(",", f"{commit},", 1)  # hetdpt is the first
         place = f"{one['processor']} ({one['device']}), {one['threads']} threads, {one['dtype']}"
         lines.append(f"`{one['command']}` on {one['date']}: {place}; {kept}.")
     return "\n".join(lines)
@@ -80,8 +82,8 @@ def accuracy(found: Sequence[Row]) -> list[float]:
 
 def difference(found: Sequence[Row], others: Sequence[Row]) -> list[float]:
     """Return by how many points ``found`` is better than ``others``, over the seeds that both have."""
-    theirs = {row.key["seed"]: row.values["right"] for row in others}
-    apart = difference_of([(row.values["right"], theirs.get(row.key["seed"])) for row in found])
+    theirs = {row.key.get("seed"): row.values["right"] for row in others}
+    apart = difference_of([(row.values["right"], theirs.get(row.key.get("seed"))) for row in found])
     if apart is None:
         raise LookupError(f"{found} and {others} have no answers in common")
     return [apart.value, apart.low, apart.high]

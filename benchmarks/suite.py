@@ -3,8 +3,9 @@
     python benchmarks/suite.py            every figure of docs/results.md; hours, and goes on where it was stopped
     python benchmarks/suite.py --quick    a part of each, in ten minutes on two cores, beside the committed results
 
-The quick version writes to runs/bench/quick and changes nothing else. What needs the real ViT-Tiny that lies in
-``../shared/data`` is left out, by name, where that is absent.
+Both measure anew, in runs/bench/full or runs/bench/quick, and name what is worse than in the committed results. The
+quick version changes nothing else; the full one, once all is done, takes the place of these and renders the pages. What
+needs the real ViT-Tiny that lies in ``../shared/data`` is left out, by name, where that is absent.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from pathlib import Path
 from evidence import IMAGENET, RESULTS
 
 HERE = Path(__file__).parent
-QUICK = Path("runs/bench/quick")
+QUICK, FULL = Path("runs/bench/quick"), Path("runs/bench/full")
 
 
 @dataclass(frozen=True)
@@ -43,12 +44,16 @@ class Step:
 QUICK_PEERS = ("one-shot", "--targets", "0.84", "--peers", "block drop", "ToMe", "truncate", "--work", f"{QUICK}/peers")
 QUICK_METHODS = ("demo", "--removal", "calibrated", "--layers", "4", "--methods", "hetdpt,random", "--work", f"{QUICK}")
 QUICK_FAULTS = ("--jobs", "oneshot", "--faults", "kill", "interrupt", "--points", "2")
+FEW_MACS = ("--targets", "0.5", "0.4", "--peers", "ToMe", "hetdpt + ToMe")  # what layers alone do not come down to
 SUITE = (
     Step("paper.py", ("costs",), ("costs", "--quick"), "paper_costs"),
     Step("paper.py", ("speed",), ("speed", "--quick"), "paper_speed"),
     Step("runtimes.py", (), ("--quick",), "runtimes"),
     Step("effort.py", (), ("--quick",), "effort"),
     Step("peers.py", (), QUICK_PEERS, "peers", needs_data=True, processes=2),
+    Step("peers.py", FEW_MACS, None, "peers", needs_data=True, processes=2),
+    Step("peers.py", ("speed",), None, "peers", needs_data=True),
+    Step("peers.py", ("speed", *FEW_MACS), None, "peers", needs_data=True),
     Step("accuracy.py", ("demo", "--seeds", "3"), QUICK_METHODS, "accuracy", processes=2),
     Step("accuracy.py", ("vit-tiny", "--seeds", "3"), None, "accuracy", needs_data=True, processes=2),
     Step("faults.py", (), QUICK_FAULTS, "faults"),
@@ -59,7 +64,8 @@ SUITE = (
 
 def take(step: Step, is_quick: bool) -> bool:
     """Run one step and return whether all went well; what several processes share they do on a core each."""
-    arguments = (*(step.quick or ()), "--out", str(QUICK / f"{step.results}.json")) if is_quick else step.full
+    file = (QUICK if is_quick else FULL) / f"{step.results}.json"
+    arguments = (*((step.quick or ()) if is_quick else step.full), "--out", str(file))
     count = 1 if is_quick else step.processes
     environment = {**os.environ, "OMP_NUM_THREADS": "1"} if count > 1 else None
     command = [sys.executable, str(HERE / step.script), *arguments]
@@ -87,13 +93,14 @@ def main() -> None:
         if not take(step, options.quick):
             failed.append(name)
         print(f"{name}: {time.monotonic() - begun:.0f} s", flush=True)
-    if options.quick:
-        for file in sorted(QUICK.glob("*.json")):
-            subprocess.run([sys.executable, HERE / "regress.py", RESULTS / file.name, file, "--common"])
-    else:
-        subprocess.run([sys.executable, HERE / "render.py"], check=True)
+    for file in sorted((QUICK if options.quick else FULL).glob("*.json")):
+        subprocess.run([sys.executable, HERE / "regress.py", RESULTS / file.name, file, "--common"])
     if failed:
         sys.exit(f"failed: {', '.join(failed)}")
+    if not options.quick:
+        for file in FULL.glob("*.json"):
+            shutil.copy(file, RESULTS)
+        subprocess.run([sys.executable, HERE / "render.py"], check=True)
 
 
 if __name__ == "__main__":

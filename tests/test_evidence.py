@@ -30,7 +30,7 @@ def test_a_row_is_kept_once_with_its_session(tmp_path: Path, monkeypatch: pytest
     assert [row.key["model"] for row in found.where(batch=8)] == ["a", "b"]
     (session,) = found.sessions
     assert session["command"] == "python benchmarks/some.py --runs 3"
-    assert {"date", "device", "processor", "threads", "dtype", "versions"} <= session.keys()
+    assert {"date", "device", "processor", "threads", "dtype", "commit", "versions"} <= session.keys()
 
 
 def test_sessions_go_with_their_last_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,8 +98,8 @@ BEFORE = {
         ({"speedup": [1.50, 1.48, 1.52]}, None),
         ({"accuracy": 60.0}, "accuracy"),
         ({"accuracy": 68.0}, None),  # 1,000 images cannot tell
-        ({"macs": 1001}, "macs"),  # counted: no noise
-        ({"macs": 999}, None),
+        ({"macs": 1001}, "macs"),  # counted: to stay as it is
+        ({"macs": 999}, "macs"),
         ({"seconds": 11.0}, "seconds"),
         ({"seconds": 10.2}, None),
         ({"plan": "b"}, None),
@@ -114,6 +114,42 @@ def test_the_guard_names_what_got_worse(changed: dict[str, object], worse: str |
     assert ("worse: " in said) is (worse is not None)
     assert worse is None or f"worse: model m: {worse} " in said
     assert f"4 values compared, {1 if worse else 0} worse, 0 rows gone" in said
+
+
+@pytest.mark.parametrize(("others", "is_worse"), [(25, True), (3, False)])
+def test_the_guard_compares_image_by_image(others: int, is_worse: bool, tmp_path: Path) -> None:
+    """2.5 points of 1,000 images are nothing where other images are wrong, and much where no other is right."""
+    before = {"accuracy": 70.0, "images": 1000, "right": "1" * 700 + "0" * 300}
+    after = {"accuracy": 70.0 - others / 10, "images": 1000, "right": "1" * (700 - others) + "0" * (300 + others)}
+    key = {"key": {"model": "m"}}
+    files = [
+        results(tmp_path, f"{name}.json", [{**key, "values": values}])
+        for name, values in (("before", before), ("after", after))
+    ]
+    assert guard(*files)[0] == is_worse
+
+
+def test_the_guard_names_what_is_lost(tmp_path: Path) -> None:
+    before, after = (
+        results(tmp_path, f"{outcome}.json", [{"key": {"job": "run"}, "values": {"outcome": outcome}}])
+        for outcome in ("equal", "lost")
+    )
+    assert guard(before, after)[0] == 1
+    assert "lost: job run" in guard(before, after)[1]
+    assert guard(after, after)[0] == 0
+
+
+def test_what_is_measured_again_takes_the_place_of_its_row_alone(tmp_path: Path) -> None:
+    file = tmp_path / "some.json"
+    for name, speedup in (("a", 1.0), ("b", 2.0)):
+        Recorder(file).add({"model": name}, speedup=speedup)
+    again = Recorder(file, redo=True)
+    assert not again.has(model="a")
+    again.add({"model": "a"}, speedup=3.0)
+    assert again.has(model="a")
+    assert {row.key["model"]: row.values["speedup"] for row in Results.read(file).rows} == {"a": 3.0, "b": 2.0}
+    assert not Recorder(file, forget=True).has(model="a")
+    assert not file.exists()
 
 
 def test_the_guard_misses_rows_that_are_gone(tmp_path: Path) -> None:
