@@ -87,7 +87,11 @@ QUICK = Scale(
     updates=2,
     few=2,
     some=8,
-    left_out=("scan: every site under every style", "choice of 6 layers by damage"),
+    left_out=(
+        "scan: every site under every style",
+        "scan: damage of every site",
+        "choice of 6 layers by damage",
+    ),
     scanned=8,
     scans=1,
     fitted=(16, 64),
@@ -189,6 +193,7 @@ STAGES = {
     "transfer entropy of every site": Stage("entropy", "images"),
     "calibration of 6 layers": Stage("calibration", "images"),
     "scan: every site under every style": Stage("every_style", "images"),
+    "scan: damage of every site": Stage("damages", "images"),
     "choice of 6 layers by damage": Stage("choice", "images"),
     "choice of one more layer, as in collect": Stage("next_layer", "images"),
     "gates on all layers, fitted": Stage("gates", "images"),
@@ -203,7 +208,11 @@ STAGES = {
     "load": Stage("load", "nothing"),
 }
 COMPOSED = {
-    "search of one epoch": {"gates on all layers, fitted": 6, "search, one epoch of updates": 1},
+    "search of one epoch": {
+        "scan: damage of every site": 1,
+        "gates on all layers, fitted": 6,
+        "search, one epoch of updates": 1,
+    },
     "one sample of collect": {
         "choice of one more layer, as in collect": 1,
         "recovery epoch, merged": 1,
@@ -216,6 +225,7 @@ COMPOSED = {
         "save": 1,
     },
     "search of two epochs and recovery of five": {
+        "scan: damage of every site": 1,
         "gates on all layers, fitted": 6,
         "search, one epoch of updates": 2,
         "calibration of 6 layers": 1,

@@ -38,7 +38,7 @@ from hetdpt.predictor.samples import prune_next
 from hetdpt.randomness import seeded
 from hetdpt.recipes import quick
 from hetdpt.recovery import RecoverConfig
-from hetdpt.selection.damage import choose
+from hetdpt.selection.damage import choose, damage_of_each
 from hetdpt.selection.importance import Search
 from hetdpt.selection.schedule import removal_order
 from hetdpt.surgery import survey_of
@@ -156,6 +156,12 @@ def every_style(setting: Setting) -> Call:
     """Fit and judge every site under every style; no milliseconds are measured."""
     model = setting.network()
     return partial(hetdpt.scan, model, setting.batches(model), judge=setting.judges(model), latency=False)
+
+
+def damages(setting: Setting) -> Call:
+    """Fit and judge every site under its usual style, as a search does before it begins."""
+    model = setting.network()
+    return lambda: damage_of_each(model, setting.batches(model), hetdpt.sites(model), judge=setting.judges(model))
 
 
 def choice(setting: Setting) -> Call:
@@ -335,6 +341,7 @@ TASKS: dict[str, Callable[[Setting], Call]] = {
         entropy,
         calibration,
         every_style,
+        damages,
         choice,
         gates,
         next_layer,

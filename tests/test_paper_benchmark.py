@@ -179,7 +179,7 @@ def test_plus_rows_fit_without_the_products(ours: str, other: str, is_less: bool
     found = claim(claim="at the printed parameters", row=f"HetDPT+-{ours}")
     figure = printed(9, "DeiT-B-KD", f"HetDPT+-{ours}")["macs_g"]
     assert abs(found["macs_without_products"] / figure - 1) < 0.02 < 0.07 < found["macs"] / figure - 1
-    assert found["scale"] == pytest.approx(1, abs=0.02)
+    assert found["scale"] == pytest.approx(1, abs=0.025)  # its sizes are multiples of 8
     rival = claim(claim="at the printed parameters", row=f"Isomorphic-Pruning{other}")
     assert (found["macs"] < rival["macs"]) is is_less
     printed_lead = printed(9, "DeiT-B-KD", f"Isomorphic-Pruning{other}")["macs_g"] - figure
