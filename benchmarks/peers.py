@@ -49,6 +49,7 @@ from hetdpt.surgery import merge_, ready, without
 WORK = Path("runs/bench/peers")
 PARTS = ("one-shot", "recover", "speed")
 LINEAR = ("linear", "calibrated")
+COARSE = 0.04  # of the dense MACs: half of a block
 BATCH = 8  # images at once where time is measured
 Made = dict[str, Any]
 """What a peer has chosen, as JSON; the student follows from it."""
@@ -97,7 +98,13 @@ def nearest(bench: Bench, target: float, candidates: Iterable[Made], build: Buil
         distances.append((abs(macs - target), made))
         if macs <= target:
             break
-    return min(distances, key=lambda pair: pair[0])[1]
+    miss, best = min(distances, key=lambda pair: pair[0])
+    if miss > COARSE * bench.dense_macs:
+        raise ValueError(
+            f"what was chosen does not come down to {target / bench.dense_macs:.0%} of the MACs; remove its order from "
+            "the results and give all targets together"
+        )
+    return best
 
 
 # Orders: what is chosen one after another, once for all targets

@@ -111,7 +111,15 @@ def damage_of_each(
     removal: Removal = "calibrated",
     progress: Progress | None = None,
 ) -> dict[Site, float]:
-    """Return the damage of ``model`` without each of ``sites`` alone; ``batches`` and ``judge`` as in ``choose``."""
+    """Return the damage of ``model`` without each of ``sites`` alone; ``batches`` and ``judge`` as in ``choose``.
+
+    >>> import hetdpt, timm
+    >>> model = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=2, num_classes=10).eval()
+    >>> _ = nn.init.zeros_(model.blocks[1].attn.proj.weight)
+    >>> damages = damage_of_each(model, [torch.randn(8, 3, 32, 32)], hetdpt.sites(model))
+    >>> min(damages, key=damages.__getitem__).path
+    'blocks.1.attn'
+    """
     judge = batches if judge is None else judge
     for images in (batches, judge):
         require_more_than_once(images, "to fit replacements and to judge them")
