@@ -93,7 +93,7 @@ def config_of(case: Case, removal: str, options: argparse.Namespace) -> CompareC
     """Return what is compared under one kind of removal."""
     chosen = tuple(METHODS) if options.methods == "all" else tuple(options.methods.split(","))
     collection = case.collection and CollectConfig(
-        recovery=case.collection, removal=removal, images=case.images, rounds=(8, 8, 3)
+        recovery=case.collection, removal=removal, images=case.images, rounds=(8, 8, 7)
     )
     return CompareConfig(
         layers=read_numbers("--layers", "numbers of layers", options.layers) if options.layers else case.layers,

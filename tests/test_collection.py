@@ -478,3 +478,22 @@ def test_the_command_tells_what_it_does(run: Run, home: Path, whole: Path) -> No
     assert "dense: accuracy" in result.out
     assert "(done before, or by another process)" in result.out
     assert f"hetdpt predict {whole} --layers" in result.out
+
+
+@pytest.mark.parametrize(
+    ("rounds", "layers", "offered", "interleaved"),
+    [
+        (None, 0, Budget(12, 12), 6),
+        (None, 5, Budget(12, 12), 6),  # the paper's reach so far
+        (None, 13, Budget(12, 12), 14),
+        (None, 24, Budget(12, 12), 22),  # some attention stays
+        ((8, 8, 3), 13, Budget(12, 12), 6),  # as was asked
+    ],
+)
+def test_both_kinds_go_in_turn_until_so_many_are_gone(
+    rounds: tuple[int, int, int] | None, layers: int, offered: Budget, interleaved: int
+) -> None:
+    chains = CollectConfig(recovery=RecoverConfig(), rounds=rounds).chains(12, offered, layers)
+    assert {chain: len(kinds) for chain, kinds in chains.items()} == {
+        "attention": 8, "activation": 8, "interleaved": interleaved,
+    }  # fmt: skip

@@ -39,13 +39,15 @@ def collect_into(
     *,
     chain: Chain | None = None,
     prices: Prices | None = None,
+    layers: int = 0,
 ) -> Iterator[Done]:
     """Sample how the accuracy of ``model`` depends on the layers it loses, and yield every step once it is on disk.
 
     Called again it goes on where it was killed, and with more rounds where it ended. Called by several processes, with
     one ``directory`` that all of them see, each takes the next step that nobody works on; a process yields what the
     others did too, and returns when all is done. ``chain`` takes the steps of that one alone. ``prices`` of the layers
-    are measured where nobody gives them.
+    are measured where nobody gives them. ``layers`` says how many are to go in the end, where that is known:
+    ``config.rounds`` of None reach that far.
     """
     directory, place = Path(directory), place or Workplace()
     place.require_alone(config.recovery.training.precision, ALONE)
@@ -53,7 +55,7 @@ def collect_into(
     base = ready(model, config.removal)
     offered = [site.kind for site in removable(base)]
     blocks = known(base).survey.anatomy.blocks
-    chains = config.chains(blocks, Budget(offered.count("attention"), offered.count("activation")))
+    chains = config.chains(blocks, Budget(offered.count("attention"), offered.count("activation")), layers)
     if chain is not None and chain not in chains:
         raise PredictError(f"the chain {chain} has no rounds; those that have are {', '.join(chains)}")
     if config.rounds is None:

@@ -37,7 +37,8 @@ class CollectConfig:
     """The brief fine-tuning of each step, such as that of the recipe ``brief``."""
     rounds: tuple[int, int, int] | None = None
     """Of the chains attention, activation and interleaved; a round of the last takes a layer of each kind. None: about
-    8/12, 8/12 and 3/12 of the blocks, as in the larger table of the paper."""
+    8/12, 8/12 and 3/12 of the blocks, as in the larger table of the paper, and of the last as many as reach the number
+    of layers that are to go, where that is known."""
     removal: Removal = "calibrated"
     """What removed layers leave behind: a name from ``plan.REMOVALS`` or (attention style, activation style)."""
     images: int = 256
@@ -55,13 +56,15 @@ class CollectConfig:
             raise PredictError(f"transfer entropy is a spread over images; 2 or more are needed, not {self.images}")
         Plan(removal=self.removal)  # refuses what is none
 
-    def chains(self, blocks: int, offered: Budget) -> dict[Chain, tuple[Kind, ...]]:
-        """Return the kind of each layer that a chain takes, in order; ``offered`` are the layers that can go.
+    def chains(self, blocks: int, offered: Budget, layers: int = 0) -> dict[Chain, tuple[Kind, ...]]:
+        """Return the kind of each layer that a chain takes, in order.
+
+        ``offered`` are the layers that can go, ``layers`` how many are to, as far as that is known.
 
         >>> CollectConfig(recovery=RecoverConfig(), rounds=(2, 0, 1)).chains(12, Budget(12, 12))
         {'attention': ('attention', 'attention'), 'interleaved': ('attention', 'activation')}
         """
-        rounds = self.rounds or _usual_rounds(blocks, offered)
+        rounds = self.rounds or _usual_rounds(blocks, offered, layers)
         turns: tuple[tuple[Kind, ...], ...] = (("attention",), ("activation",), ("attention", "activation"))
         found: dict[Chain, tuple[Kind, ...]] = {}
         for chain, turn, number in zip(CHAINS, turns, rounds, strict=True):
@@ -77,13 +80,15 @@ class CollectConfig:
         return found
 
 
-def _usual_rounds(blocks: int, offered: Budget) -> tuple[int, int, int]:
+def _usual_rounds(blocks: int, offered: Budget, layers: int = 0) -> tuple[int, int, int]:
     """Return the paper's rounds for 12 blocks in proportion, but enough of them for degree 2 where there are so many.
 
-    >>> _usual_rounds(12, Budget(12, 12)), _usual_rounds(4, Budget(4, 4))
-    ((8, 8, 3), (3, 3, 2))
+    Both kinds go in turn until ``layers`` are gone, so that no split of them is far from a sample.
+
+    >>> _usual_rounds(12, Budget(12, 12)), _usual_rounds(12, Budget(12, 12), layers=8), _usual_rounds(4, Budget(4, 4))
+    ((8, 8, 3), (8, 8, 4), (3, 3, 2))
     """
-    one, both = max(round(8 * blocks / 12), 3), max(round(blocks / 4), 2)
+    one, both = max(round(8 * blocks / 12), 3), max(round(blocks / 4), 2, -(-layers // 2))
     most = max(offered.attention - 1, 1)  # without any attention the classes are told from one patch, or from none
     return min(one, most, offered.attention), min(one, offered.activation), min(both, most, offered.activation)
 

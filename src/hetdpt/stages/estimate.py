@@ -389,7 +389,7 @@ class _Forecast:
 
     @cached_property
     def _nodes(self) -> list[Node]:
-        tree = tree_of(self.config.collect_config.chains(self.blocks, self.offered))
+        tree = tree_of(self.config.collect_config.chains(self.blocks, self.offered, self.config.layers or 0))
         return [node for node in tree.values() if node.key != DENSE]
 
     @cached_property

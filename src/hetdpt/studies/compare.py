@@ -135,7 +135,8 @@ def compare_into(
     share(directory, _asked(model, opened, config, samples))
     dense.to(find_device(place.device))
     if held and config.collection:
-        for step in collect_into(directory / SAMPLES, dense, held, config.collection, place):
+        layers = max(config.layers)
+        for step in collect_into(directory / SAMPLES, dense, held, config.collection, place, layers=layers):
             sampled.append(step.step.sample)
             yield step
     splits = split_layers(dense, sampled, config.layers, config.selection.removal) if is_split else {}
