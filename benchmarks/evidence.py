@@ -129,6 +129,14 @@ class Recorder:
             yield
 
 
+def adopt(file: Path, into: Path) -> None:
+    """Put the rows of ``file`` among those of ``into``, each in the place of one of the same key."""
+    new, old = Results.read(file), Results.read(into)
+    left = [row for row in old.rows if new.find(**row.key) is None]
+    found = [Row(row.key, row.values, len(old.sessions) + row.session) for row in new.rows]
+    _write(into, Results(new.benchmark, (*old.sessions, *new.sessions), (*left, *found)))
+
+
 def interval(ratio: Any) -> list[float]:
     """Return the [value, low, high] of what has these attributes, such as a measured speedup."""
     return [round(number, 5) for number in (ratio.value, ratio.low, ratio.high)]

@@ -4,7 +4,7 @@
     python benchmarks/suite.py --quick    a part of each, in ten minutes on two cores, beside the committed results
 
 Both measure anew, in runs/bench/full or runs/bench/quick, and name what is worse than in the committed results. The
-quick version changes nothing else; the full one, once all is done, takes the place of these and renders the pages. What
+quick version changes nothing else; the full one puts its rows in their place, once all is done, and renders the pages. What
 needs the real ViT-Tiny that lies in ``../shared/data`` is left out, by name, where that is absent.
 """
 
@@ -20,7 +20,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from evidence import IMAGENET, RESULTS
+from evidence import IMAGENET, RESULTS, adopt
 
 HERE = Path(__file__).parent
 QUICK, FULL = Path("runs/bench/quick"), Path("runs/bench/full")
@@ -99,7 +99,7 @@ def main() -> None:
         sys.exit(f"failed: {', '.join(failed)}")
     if not options.quick:
         for file in FULL.glob("*.json"):
-            shutil.copy(file, RESULTS)
+            adopt(file, RESULTS / file.name)
         subprocess.run([sys.executable, HERE / "render.py"], check=True)
 
 

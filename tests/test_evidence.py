@@ -12,7 +12,7 @@ import pytest
 import regress
 import render
 import suite
-from evidence import RESULTS, Recorder, Results
+from evidence import RESULTS, Recorder, Results, adopt
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 
@@ -150,6 +150,18 @@ def test_what_is_measured_again_takes_the_place_of_its_row_alone(tmp_path: Path)
     assert {row.key["model"]: row.values["speedup"] for row in Results.read(file).rows} == {"a": 3.0, "b": 2.0}
     assert not Recorder(file, forget=True).has(model="a")
     assert not file.exists()
+
+
+def test_rows_of_one_file_take_their_places_in_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = [tmp_path / "old.json", tmp_path / "new.json"]
+    for file, models in zip(files, ("ab", "bc"), strict=True):
+        monkeypatch.setattr(sys, "argv", [file.stem])
+        for model in models:
+            Recorder(file).add({"model": model}, speedup=1.0)
+    adopt(files[1], files[0])
+    found = Results.read(files[0])
+    commands = {row.key["model"]: found.sessions[row.session]["command"] for row in found.rows}
+    assert commands == {"a": "python old", "b": "python new", "c": "python new"}
 
 
 def test_the_guard_misses_rows_that_are_gone(tmp_path: Path) -> None:
