@@ -4,8 +4,8 @@
     python benchmarks/suite.py --quick    a part of each, in ten minutes on two cores, beside the committed results
 
 Both measure anew, in runs/bench/full or runs/bench/quick, and name what is worse than in the committed results. The
-quick version changes nothing else; the full one puts its rows in their place, once all is done, and renders the pages. What
-needs the real ViT-Tiny that lies in ``../shared/data`` is left out, by name, where that is absent.
+quick version changes nothing else; the full one puts its rows in the place of these, once all is done, and renders the
+pages. What needs the real ViT-Tiny that lies in ``../shared/data`` is left out, by name, where that is absent.
 """
 
 from __future__ import annotations
