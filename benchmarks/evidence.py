@@ -119,7 +119,7 @@ class Recorder:
             rows = [row for row in old.rows if row.key != key] + [Row(key, values, sessions.index(self.session))]
             _write(self.file, Results(old.benchmark, tuple(sessions), tuple(rows)))
         self.added.append(key)
-        print(f"{self.file.stem}: {_line(key)}: {_line(values)}", flush=True)
+        print(f"{self.file.stem}: {line(key)}: {line(values)}", flush=True)
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -171,5 +171,6 @@ def _write(file: Path, results: Results) -> None:
         scratch.write_text(text)
 
 
-def _line(values: dict[str, Any]) -> str:
+def line(values: dict[str, Any]) -> str:
+    """Return names and values in a line."""
     return ", ".join(f"{name} {value}" for name, value in values.items())

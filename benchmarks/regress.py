@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from evidence import Key, Results, Row
+from evidence import Key, Results, Row, line
 
 from hetdpt.studies.comparison import difference_of
 
@@ -43,8 +43,7 @@ class Change:
     is_worse: bool
 
     def __str__(self) -> str:
-        place = ", ".join(f"{name} {value}" for name, value in self.key.items())
-        return f"{place}: {self.name} {_spell(self.before)} -> {_spell(self.after)}"
+        return f"{line(self.key)}: {self.name} {_spell(self.before)} -> {_spell(self.after)}"
 
 
 def direction(name: str) -> int:
@@ -65,14 +64,15 @@ def changes(before: Results, after: Results, tolerance: float) -> Iterator[Chang
             assert new is not None
             one, other = span(old, name, tolerance), span(new, name, tolerance)
             if one and other and direction(name):
-                worse = is_worse(one, other, direction(name))
-                if is_counted(name):
-                    worse = one != other
-                elif name == "accuracy" and (
-                    apart := difference_of([(new.values.get(RIGHTS), old.values.get(RIGHTS))])
-                ):
-                    worse = apart.high < 0
-                yield Change(old.key, name, one, other, worse)
+                yield Change(old.key, name, one, other, has_lost(name, old, new, one, other))
+
+
+def has_lost(name: str, old: Row, new: Row, before: Span, after: Span) -> bool:
+    """Whether a value got worse: counted exactly, image by image where that is known, else by its intervals."""
+    if is_counted(name):
+        return before != after
+    apart = difference_of([(new.values.get(RIGHTS), old.values.get(RIGHTS))]) if name == "accuracy" else None
+    return apart.high < 0 if apart else is_worse(before, after, direction(name))
 
 
 def is_counted(name: str) -> bool:
@@ -149,9 +149,9 @@ def main() -> None:
     for change in worse:
         print(f"worse: {change}")
     for key in failing:
-        print(f"lost: {', '.join(f'{name} {value}' for name, value in key.items())}")
+        print(f"lost: {line(key)}")
     for key in lost:
-        print(f"gone: {', '.join(f'{name} {value}' for name, value in key.items())}")
+        print(f"gone: {line(key)}")
     print(f"{after.benchmark}: {len(known)} values compared, {len(worse) + len(failing)} worse, {len(lost)} rows gone")
     sys.exit(1 if worse or failing or lost else 0)
 

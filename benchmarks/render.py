@@ -92,13 +92,8 @@ def difference(found: Sequence[Row], others: Sequence[Row]) -> list[float]:
 def one_shot(found: Sequence[Row]) -> list[float]:
     """Return the mean accuracy before fine-tuning, with Wilson's interval for the images of one seed."""
     images = found[0].values["images"]
-    value = mean(found, "start_accuracy")
+    value = fmean(row.values["start_accuracy"] for row in found)
     return [value, *wilson_interval(round(value * images / 100), images)]
-
-
-def mean(found: Sequence[Row], name: str) -> float:
-    """Return the mean of one value over rows."""
-    return fmean(row.values[name] for row in found)
 
 
 def times(value: Number, digits: int = 2) -> str:
