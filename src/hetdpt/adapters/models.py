@@ -14,8 +14,10 @@ from typing import Any
 
 from torch import nn
 
+from hetdpt.adapters.allowed import require_allowed, settings_of
 from hetdpt.adapters.arguments import ask
 from hetdpt.adapters.checkpoints import load_weights
+from hetdpt.adapters.guard import guarded, guarded_directory
 from hetdpt.errors import HetDPTError, ModelError, first_line
 from hetdpt.gates import Removed
 
@@ -24,8 +26,6 @@ SIZE = "_hetdpt_size"
 HF_PREFIX = "hf:"
 # timm's wrappers that answer with maps of features, and how to ask for each.
 FEATURE_NETS = {f"Feature{name.title()}Net": name for name in ("getter", "list", "dict", "hook")}
-# Arguments of timm.create_model that name files or downloads: never taken from a recipe.
-FILE_ARGUMENTS = {"checkpoint_path", "pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "cache_dir"}
 
 
 @dataclass(frozen=True)
@@ -84,10 +84,6 @@ def build(base: Base, *, pretrained: bool = False, is_empty: bool = False) -> nn
 
     if base.library not in ("timm", "transformers"):
         raise ModelError(f"models come from timm or transformers, not from {base.library!r}")
-    if foreign := sorted(FILE_ARGUMENTS & base.arguments.keys()):
-        raise ModelError(f"a base says how a model is built, not where its weights are; leave out {foreign[0]}")
-    if foreign := [text for text in _implementations(base.arguments) if not text.isidentifier()]:
-        raise ModelError(f"{base.name} is built from what transformers has itself, not from the kernels {foreign[0]!r}")
     try:
         with init_empty_weights() if is_empty else nullcontext():
             model = _build_timm(base, pretrained) if base.library == "timm" else _build_hf(base)
@@ -101,13 +97,13 @@ def build(base: Base, *, pretrained: bool = False, is_empty: bool = False) -> nn
     return model.eval()
 
 
-def _implementations(arguments: Any, name: str = "") -> Iterator[str]:
-    """Yield how attention and others are to be computed; transformers takes the name of a download for it too."""
-    if isinstance(arguments, dict):
-        for key, value in arguments.items():
-            yield from _implementations(value, str(key))
-    elif isinstance(arguments, str) and name.endswith("_implementation"):
-        yield arguments
+def rebuild(base: Base, *, is_empty: bool = False) -> nn.Module:
+    """Return a new model as ``base`` says, which may come from a stranger's file: see ``allowed`` and ``guard``."""
+    if base.library == "timm":
+        _require_in_timm(base.name)
+    require_allowed(base)
+    with guarded():
+        return build(base, is_empty=is_empty)
 
 
 def base_of(model: nn.Module) -> Base:
@@ -252,15 +248,21 @@ def fused(module: nn.Module) -> nn.Module:
 def _build_timm(base: Base, pretrained: bool) -> nn.Module:
     import timm
 
-    known = base.name.partition(".")[0]
+    _require_in_timm(base.name)
+    return timm.create_model(base.name, pretrained=pretrained, **base.arguments)
+
+
+def _require_in_timm(name: str) -> None:
+    import timm
+
+    known = name.partition(".")[0]
     if not timm.is_model(known):
         near = difflib.get_close_matches(known, timm.list_models(), 3)
         hint = f"did you mean {', '.join(near)}?" if near else "timm.list_models() lists them"
         raise ModelError(
-            f"timm has no model called {base.name!r}; {hint} (models of HuggingFace start with hf:, "
+            f"timm has no model called {name!r}; {hint} (models of HuggingFace start with hf:, "
             "saved ones are directories)"
         )
-    return timm.create_model(base.name, pretrained=pretrained, **base.arguments)
 
 
 def _timm_arguments(model: nn.Module, config: dict[str, Any], known: Base) -> dict[str, Any]:
@@ -321,9 +323,9 @@ def _build_hf(base: Base) -> nn.Module:
 
 
 def _hf_arguments(config: Any) -> dict[str, Any]:
-    arguments = _plain(config.to_diff_dict())
-    if config._attn_implementation not in (None, "sdpa"):
-        arguments["attn_implementation"] = config._attn_implementation
+    arguments = _plain(settings_of(config))
+    if config._attn_implementation == "eager":  # others are ways to compute the same, which need not be there later
+        arguments["attn_implementation"] = "eager"
     return arguments
 
 
@@ -331,17 +333,31 @@ def _create_hf(name: str, pretrained: bool, is_empty: bool, num_classes: int | N
     transformers = _transformers()
     changes = {"num_labels": num_classes, "image_size": img_size}
     changes = {key: value for key, value in changes.items() if value is not None}
-    config = _hf_config(transformers, name, changes)
-    base = Base("transformers", _hf_class(transformers, config), _hf_arguments(config))
-    if not (pretrained or Path(name).is_dir()):
+    if name in transformers.CONFIG_MAPPING:  # a model type such as "vit": its default configuration
+        config = _vision(transformers.AutoConfig.for_model(name, **changes))
+        base = Base("transformers", _hf_class(transformers, config), _hf_arguments(config))
         return build(base, is_empty=is_empty)
+    with guarded_directory(name):
+        config = _vision(_hf_config(transformers, name, changes))
+        base = Base("transformers", _hf_class(transformers, config), _hf_arguments(config))
+        require_allowed(base)
+        if pretrained or Path(name).is_dir():
+            return _load_hf(transformers, name, base, num_classes, img_size)
+        return build(base, is_empty=is_empty)
+
+
+def _load_hf(transformers: Any, name: str, base: Base, num_classes: int | None, img_size: int | None) -> nn.Module:
+    """Return the model of a hub name or directory with its weights, built as ``base`` says and no other way."""
     model_class = getattr(transformers, base.name)
     given = {"num_classes": num_classes, "img_size": img_size}
     sizes = ", ".join(f"{key}={value}" for key, value in given.items() if value is not None)
     try:
         with _silent(transformers):
+            config = model_class.config_class.from_dict(base.arguments)
             model: nn.Module = model_class.from_pretrained(name, config=config)
             return model
+    except HetDPTError:
+        raise
     except Exception as error:  # missing, damaged or of other shapes; transformers and safetensors have many classes
         if sizes:
             raise ModelError(f"the weights of hf:{name} do not fit {sizes}; leave out what was changed") from None
@@ -364,19 +380,20 @@ def _silent(transformers: Any) -> Iterator[None]:
 
 
 def _hf_config(transformers: Any, name: str, changes: dict[str, Any]) -> Any:
-    if name in transformers.CONFIG_MAPPING:  # a model type such as "vit": its default configuration
-        config = transformers.AutoConfig.for_model(name, **changes)
-    else:
-        try:
-            config = transformers.AutoConfig.from_pretrained(name, **changes)
-        except (OSError, ValueError) as error:
-            near = difflib.get_close_matches(name, list(transformers.CONFIG_MAPPING), 3)
-            hint = f" (did you mean hf:{near[0]}?)" if near else ""
-            raise ModelError(
-                f"hf:{name} is neither a directory with a config.json, nor a model type{hint}, nor to be had from "
-                f"the hub: {first_line(error)}"
-            ) from None
-    return getattr(config, "vision_config", config)  # of CLIP and SigLIP, the vision tower
+    try:
+        return transformers.AutoConfig.from_pretrained(name, trust_remote_code=False, **changes)
+    except (OSError, ValueError) as error:
+        near = difflib.get_close_matches(name, list(transformers.CONFIG_MAPPING), 3)
+        hint = f" (did you mean hf:{near[0]}?)" if near else ""
+        raise ModelError(
+            f"hf:{name} is neither a directory with a config.json, nor a model type{hint}, nor to be had from "
+            f"the hub: {first_line(error)}"
+        ) from None
+
+
+def _vision(config: Any) -> Any:
+    """Return the config of the vision tower, where a model has others (CLIP, SigLIP)."""
+    return getattr(config, "vision_config", config)
 
 
 def _hf_class(transformers: Any, config: Any) -> str:

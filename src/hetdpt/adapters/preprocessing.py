@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from hetdpt.adapters.guard import guarded_directory
 from hetdpt.adapters.models import _is_hf, _silent, _transformers, input_size_of
 from hetdpt.errors import ModelError, first_line
 
@@ -142,9 +143,9 @@ def _processor(model: nn.Module) -> Any:
     config: Any = model.config
     name = config.name_or_path
     try:
-        with _silent(transformers):
+        with _silent(transformers), guarded_directory(name):
             if name and _has_processor(transformers, name):
-                return transformers.AutoImageProcessor.from_pretrained(name, backend="pil")
+                return transformers.AutoImageProcessor.from_pretrained(name, backend="pil", trust_remote_code=False)
             return _default_processor(transformers, config.model_type)()
     except ModelError:
         raise

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from hetdpt.adapters.checkpoints import check_fit
-from hetdpt.adapters.models import SIZE, Base, base_of, build, create, input_size_of, unfuse_
+from hetdpt.adapters.models import SIZE, Base, base_of, create, input_size_of, rebuild, unfuse_
 from hetdpt.adapters.preprocessing import PREPROCESSING, Preprocessing, preprocessing_of
 from hetdpt.adapters.timm_hub import timm_config
 from hetdpt.combine.shapes import reshape_, widths_of
@@ -100,7 +100,7 @@ class Recipe:
 
     def build(self, is_empty: bool = True) -> nn.Module:
         """Return the pruned model; ``is_empty`` leaves its parameters without values."""
-        model = build(self.base, is_empty=is_empty)
+        model = rebuild(self.base, is_empty=is_empty)
         if len(self.plan) or self.widths or self.tokens:
             place_(model, self.plan, None if self.resized else self.input_size)
             merge_blocks_(model, self.merged, self.folded_norms, self.folded_constants)
