@@ -18,7 +18,7 @@ from xml.etree import ElementTree
 
 from evidence import RESULTS, Recorder
 
-TESTS = ("test_bad_arguments.py", "test_bad_files.py", "test_security.py")
+TESTS = ("test_bad_arguments.py", "test_bad_files.py", "test_security.py", "test_foreign_models.py")
 PREFIX = "tried: "
 
 

@@ -11,7 +11,8 @@ has to come to. Then, each time from nothing:
     read-only                    the disk has become read-only
     damage                       a byte of a file is flipped, and its end cut off, or all of it, or the file gone: one
                                  file of each sort, in a half-done directory and in a finished one
-    data                         an image, or all of them, go in the midst of training
+    data                         an image, or all of them, go in the midst of training, or one becomes too thin
+    foreign                      its model describes itself by another one's words: files, repositories, processes
     rank                         one of two processes of a group is killed
 
 and the command is given again; where it is refused, once more after the cure (more space, the file back, ...). Of all
@@ -45,7 +46,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import chdir, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import cycle
@@ -54,15 +55,18 @@ from typing import Any, TypeVar
 
 from evidence import RESULTS, Recorder
 from fault_jobs import JOBS, World, make_world
+from PIL import Image
 
 import hetdpt
 from hetdpt.claims import PATIENCE
 from hetdpt.cli import main as command_line
 from hetdpt.errors import HetDPTError
-from hetdpt.files import sha256
+from hetdpt.files import read_sealed_json, sha256, write_sealed_json
 
 SECONDS = 180  # after which a command hangs
 HANGS = -1000
+CANARY = "canary.bin"  # a file that no command has a reason to open
+REACHES = ("socket.connect", "socket.getaddrinfo", "subprocess.Popen", "os.system")
 CHANGES = ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.truncate")
 PASSING = ("claims", "checkpoints")  # directories whose files come and go
 TOLD = r"^(?:signalled|changes) (.*)\n"
@@ -132,6 +136,8 @@ def _be_command(words: list[str], log: int, root: str, at: int | None, act: Call
 
     def hook(event: str, args: tuple[Any, ...]) -> None:
         nonlocal count
+        if event in REACHES or (event == "open" and CANARY in str(args[0])):
+            os.write(2, f"reached {event} {args[0]}\n".encode())
         if is_change(event, args, root):
             count += 1
             if count == at:
@@ -426,19 +432,23 @@ def is_refused_by_use(file: Path, trial: Trial) -> bool:
     return any(give([*words, str(trial.here / "out")], trial.here).is_refused for words in readers)
 
 
-def data_gone(trial: Trial) -> Iterator[tuple[str, Found]]:
+def data_spoilt(trial: Trial) -> Iterator[tuple[str, Found]]:
     if str(trial.world.images) not in trial.words:
         return
     kept = trial.home / "images"
     shutil.copytree(trial.world.images, kept, dirs_exist_ok=True)
-    for what, pattern in (("one image", "train/class3/03.png"), ("all of them", "train/*/*.png")):
+    for what, pattern, spoil in (
+        ("one image goes", "train/class3/03.png", Path.unlink),
+        ("all images go", "train/*/*.png", Path.unlink),
+        ("an image is thin", "val/class3/43.png", Image.new("RGB", (200_000, 1)).save),
+    ):
         trial.begin()
 
-        def remove(pattern: str = pattern) -> None:
+        def disturb(pattern: str = pattern, spoil: Callable[[Path], Any] = spoil) -> None:
             for file in trial.world.images.glob(pattern):
-                file.unlink()
+                spoil(file)
 
-        first = trial.give(trial.changes // 2, remove)
+        first = trial.give(trial.changes // 2, disturb)
         put_back = partial(shutil.copytree, kept, trial.world.images, dirs_exist_ok=True)
         is_told = first.is_refused or "could not be read" in first.text
         found = trial.after(first, cure=put_back, is_told=is_told)
@@ -446,6 +456,35 @@ def data_gone(trial: Trial) -> Iterator[tuple[str, Found]]:
             found = {"outcome": "warned", "said": first.said}
         put_back()
         yield f"{what} at change {trial.changes // 2} of {trial.changes}", found
+
+
+FOREIGN: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "nested checkpoint": (
+        "transformers",
+        "TimmWrapperForImageClassification",
+        {"architecture": "test_vit", "num_classes": 10, "model_args": {"checkpoint_path": CANARY}},
+    ),
+    "checkpoint": ("timm", "test_vit", {"checkpoint_path": CANARY}),
+    "backbone": ("transformers", "TimmBackbone", {"backbone": "hf-hub:evil/x"}),
+    "decoder": ("transformers", "DPTForDepthEstimation", {"backbone": "evil/x", "use_timm_backbone": False}),
+    "processor": ("transformers", "ViTForImageClassification", {"name_or_path": "evil/x"}),
+}
+"""Library, name and arguments of models that would read a file, or ask a hub, if they were built."""
+
+
+def foreign(trial: Trial) -> Iterator[tuple[str, Found]]:
+    """Let the model say that it is built of something else; the checksum is that of what it says."""
+    recipe = Path(trial.world.model, "hetdpt.json")
+    sound, values = recipe.read_bytes(), read_sealed_json(recipe)
+    for what, base in FOREIGN.items():
+        trial.begin()
+        changed = dict(zip(("library", "name", "arguments"), base, strict=True))
+        write_sealed_json(recipe, {**values, "base": changed, "preprocessing": None})
+        with tempfile.TemporaryDirectory() as folder, chdir(folder):
+            Path(CANARY).write_bytes(b"")
+            first = trial.give()
+        is_told = first.is_refused and "reached " not in first.text
+        yield what, trial.after(first, cure=partial(recipe.write_bytes, sound), is_told=is_told)
 
 
 def rank_dies(trial: Trial) -> Iterator[tuple[str, Found]]:
@@ -481,7 +520,8 @@ FAULTS: dict[str, Callable[[Trial], Iterator[tuple[str, Found]]]] = {
     "full": full,
     "read-only": read_only,
     "damage": damaged,
-    "data": data_gone,
+    "data": data_spoilt,
+    "foreign": foreign,
     "rank": rank_dies,
 }
 

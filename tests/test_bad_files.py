@@ -289,6 +289,8 @@ IMAGES: dict[str, tuple[str, Callable[[], bytes], bool]] = {
     "turned by its EXIF": ("a.jpg", lambda: picture("RGB", "JPEG", exif=TURNED), True),
     "truncated": ("a.jpg", lambda: picture("RGB", "JPEG", (200, 200))[:-900], False),
     "huge": ("a.ppm", lambda: b"P6 60000 60000 255\n" + bytes(99), False),
+    "thin": ("a.png", lambda: picture("RGB", "PNG", (1, 200_000)), False),
+    "flat": ("a.png", lambda: picture("RGB", "PNG", (200_000, 1)), False),
     "text": ("a.png", lambda: b"no image", False),
     "empty": ("a.png", bytes, False),
     "html": ("a.png", lambda: b"<svg onload=alert(1)>", False),

@@ -10,7 +10,8 @@ import struct
 import sys
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -638,6 +639,29 @@ def test_an_unreadable_image_is_named_and_not_counted_in_evaluation(folder: Path
     assert all(batch.images[place].any() for place in range(9) if place != 3)
 
 
+@pytest.mark.parametrize("size", [(1, 200_000), (200_000, 1)], ids=["thin", "flat"])
+@pytest.mark.parametrize("crop_mode", ["center", "border", "squash"])
+def test_an_image_too_thin_to_be_resized_is_unreadable(folder: Path, size: tuple[int, int], crop_mode: str) -> None:
+    """Resizing its shorter side to 17 pixels would make 58 million of 200,000, its longer one none."""
+    thin = folder / "val" / "dog" / "0.jpg"
+    Image.new("RGB", size).save(thin, "PNG")
+    wanted, unreadable = replace(WANTED, crop_mode=crop_mode), () if crop_mode == "squash" else (str(thin),)
+    source = listed(open_data(str(folder)).val)
+    (batch,) = EvaluationBatches(source, wanted, batch_size=16)
+    assert batch.unreadable == unreadable
+    (batch,) = TrainingBatches(source, wanted, Augmentation.plain(), batch_size=9).epoch(0)
+    assert batch.unreadable == unreadable
+    with pytest.raises(DataError, match="200000.* would be resized to ") if unreadable else nullcontext():
+        prepared([thin], wanted)
+
+
+@pytest.mark.parametrize("crop_mode", ["center", "squash", "border"])
+def test_a_preprocessing_that_asks_for_too_much_reads_no_image(folder: Path, crop_mode: str) -> None:
+    wanted = replace(WANTED, crop_mode=crop_mode, crop_pct=1e-3)  # as a saved model may say
+    (batch,) = EvaluationBatches(listed(open_data(str(folder)).val), wanted, batch_size=16)
+    assert len(batch.unreadable) == 9
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_in_training_the_next_readable_image_takes_its_place(folder: Path, workers: int) -> None:
     bad = [folder / "train" / "cat" / "4.jpg", folder / "train" / "dog" / "0.jpg"]
@@ -765,6 +789,14 @@ def test_an_unreadable_image_of_a_stream_is_counted(shards: str) -> None:
     batches = list(EvaluationBatches(stream(open_data(shards).val), WANTED, batch_size=4))
     assert sum(int((batch.targets >= 0).sum()) for batch in batches) == 8
     assert batches[-1].unreadable == (f"{folder} validation, unreadable 1 of process 0",)
+
+
+@unclosed
+def test_a_thin_image_of_a_stream_is_counted_as_unreadable(shards: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hetdpt.data.augmentation.MOST_PIXELS", 17 * 17 - 1)  # all of them are too thin then
+    batches = list(EvaluationBatches(stream(open_data(shards).val), WANTED, batch_size=4))
+    assert all((batch.targets == -1).all() for batch in batches)
+    assert len(batches[-1].unreadable) == 9
 
 
 @unclosed

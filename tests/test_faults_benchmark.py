@@ -19,7 +19,7 @@ SCRIPT = Path(__file__).parents[1] / "benchmarks" / "faults.py"
 def test_nothing_is_lost(tmp_path: Path, job: str) -> None:
     out = tmp_path / "faults.json"
     disks = ("full", "read-only") if os.geteuid() == 0 and sys.platform == "linux" else ()
-    faults = ("kill", "terminate", "interrupt", *disks, "damage")
+    faults = ("kill", "terminate", "interrupt", *disks, "damage", "foreign")
     command = [sys.executable, SCRIPT, "--jobs", job, "--faults", *faults, "--points", "2", "--out", out]
     subprocess.run(command, check=True, capture_output=True, timeout=1200)
     rows = json.loads(out.read_text())["rows"]

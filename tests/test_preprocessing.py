@@ -114,7 +114,10 @@ def test_it_survives_a_trip_through_json() -> None:
     assert Preprocessing.from_dict(json.loads(json.dumps(asdict(wanted)))) == wanted
 
 
-@pytest.mark.parametrize("values", [None, [], {}, {"mean": 1}, {"input_size": [], "mean": [0.5], "std": [0.5]}])
+TEXT = {"input_size": [3, 8, 8], "mean": ["a", "b", "c"], "std": [1, 1, 1]}
+
+
+@pytest.mark.parametrize("values", [None, [], {}, {"mean": 1}, {"input_size": [], "mean": [0.5], "std": [0.5]}, TEXT])
 def test_what_is_no_preprocessing_is_refused(values: Any) -> None:
     with pytest.raises(ModelError, match="cannot be read from"):
         Preprocessing.from_dict(values)
@@ -126,7 +129,9 @@ def test_what_is_no_preprocessing_is_refused(values: Any) -> None:
         ({"input_size": (4, 8, 8)}, "images have 1 or 3 channels, but the model takes 4"),
         ({"mean": (0.5,)}, "a mean and a std for each of 3 channels"),
         ({"std": (0.5, 0.5, 0.0)}, "must be above 0"),
-        ({"crop_pct": 0.0}, "must be above 0"),
+        ({"crop_pct": 0.0}, "crop_pct at least 0.001, not .* and 0.0"),
+        ({"crop_pct": float("nan")}, "must be finite, not .*nan"),
+        ({"mean": (0.5, 0.5, float("inf"))}, "must be finite, not .*inf"),
         ({"interpolation": "cubic"}, "interpolation is one of nearest, .* not 'cubic'"),
         ({"crop_mode": "middle"}, "crop_mode is center, squash or border, not 'middle'"),
     ],

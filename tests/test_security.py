@@ -134,7 +134,7 @@ def test_a_doctored_recipe_is_refused(copy: Path, harm: str) -> None:
 
 def test_kernels_are_named_in_the_refusal(copy: Path) -> None:
     doctor(copy, HARMFUL["kernels to fetch"])
-    with pytest.raises(ModelError, match="^ViTModel cannot be built from a file with attn_implementation='some/kernels'; a file may"):
+    with pytest.raises(ModelError, match="^ViTModel cannot be built from a file with attn_implementation='some"):
         hetdpt.load(copy)
 
 

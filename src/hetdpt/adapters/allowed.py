@@ -11,6 +11,7 @@ import re
 import reprlib
 import sys
 from collections.abc import Collection
+from functools import cache
 from inspect import signature
 from typing import TYPE_CHECKING, Any
 
@@ -19,14 +20,13 @@ from hetdpt.errors import ModelError
 if TYPE_CHECKING:
     from hetdpt.adapters.models import Base
 
-FAMILIES = frozenset(
-    """
-    aimv2 beit chinese_clip clip convnext convnextv2 cvt data2vec deit depth_anything dinov2 dinov2_with_registers
-    dinov3_convnext dinov3_vit donut dpt focalnet glpn hiera ijepa levit metaclip_2 mlcd mobilevit mobilevitv2 pixio
-    poolformer pvt pvt_v2 segformer siglip siglip2 swiftformer swin swin2sr swinv2 vit vit_mae vit_msn vitdet
-    vitpose_backbone yolos
-    """.split()
-)
+FAMILIES = {
+    "aimv2", "beit", "chinese_clip", "clip", "convnext", "convnextv2", "cvt", "data2vec", "deit", "depth_anything",
+    "dinov2", "dinov2_with_registers", "dinov3_convnext", "dinov3_vit", "donut", "dpt", "focalnet", "glpn", "hiera",
+    "ijepa", "levit", "metaclip_2", "mlcd", "mobilevit", "mobilevitv2", "pixio", "poolformer", "pvt", "pvt_v2",
+    "segformer", "siglip", "siglip2", "swiftformer", "swin", "swin2sr", "swinv2", "vit", "vit_mae", "vit_msn", "vitdet",
+    "vitpose_backbone", "yolos",
+}  # fmt: skip
 """Packages of ``transformers.models`` whose image models are built. None of them opens files or builds other models,
 except from a nested config, which has to be of one of these packages in turn."""
 TIMM_COMMON = {"num_classes", "in_chans", "img_size", "drop_path_rate", "features_only", "feature_cls", "out_indices"}
@@ -48,7 +48,8 @@ def require_allowed(base: Base) -> None:
         raise ModelError(f"models come from timm or transformers, not from {base.library!r}")
 
 
-def timm_names(name: str) -> set[str]:
+@cache
+def timm_names(name: str) -> frozenset[str]:
     """Return the arguments that timm's model ``name`` may be given: those of the classes it can be made of."""
     import timm
 
@@ -60,7 +61,7 @@ def timm_names(name: str) -> set[str]:
         if isinstance(kind, type) and kind.__module__.startswith("timm.models."):
             found = set(signature(kind).parameters)
             names |= found if "num_classes" in found or dataclasses.is_dataclass(kind) else set()
-    return names - set(signature(timm.create_model).parameters)
+    return frozenset(names - set(signature(timm.create_model).parameters))
 
 
 def model_class(name: str) -> Any:
@@ -68,7 +69,7 @@ def model_class(name: str) -> Any:
     from hetdpt.adapters.models import _transformers
 
     transformers = _transformers()
-    found = getattr(transformers, name, None) if name.isidentifier() else None
+    found: Any = getattr(transformers, name, None) if name.isidentifier() else None
     if not isinstance(found, type) or not issubclass(found, transformers.PreTrainedModel):
         raise ModelError(f"transformers has no model class called {name!r}")
     if _family(found) not in FAMILIES or found.main_input_name != "pixel_values":
@@ -90,10 +91,12 @@ def _family(kind: type) -> str:
     return match[1] if match else ""
 
 
-def _names(config_class: Any) -> set[str]:
+@cache
+def _names(config_class: Any) -> frozenset[str]:
     """Return the settings that configs of a class have; what begins with an underscore is not one."""
     names = {*signature(config_class).parameters, *config_class().to_dict(), *config_class.attribute_map}
-    return {name for name in names if not name.startswith("_")} | {"attn_implementation", "num_labels"}
+    known = {name for name in names if not name.startswith("_")}
+    return frozenset({*known, "attn_implementation", "num_labels"})
 
 
 def settings_of(config: Any) -> dict[str, Any]:
@@ -102,8 +105,9 @@ def settings_of(config: Any) -> dict[str, Any]:
 
 
 def _known(config: Any, values: dict[str, Any]) -> dict[str, Any]:
+    names = _names(config.__class__)
     inner = {name: getattr(config, name) for name in config.sub_configs if values.get(name) is not None}
-    known = {name: value for name, value in values.items() if name in _names(type(config))}
+    known = {name: value for name, value in values.items() if name in names}
     return known | {name: _known(each, values[name]) for name, each in inner.items()}
 
 

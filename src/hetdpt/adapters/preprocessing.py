@@ -16,6 +16,8 @@ from hetdpt.errors import ModelError, first_line
 PREPROCESSING = "_hetdpt_preprocessing"
 # The numbers that PIL gives to its filters, which transformers stores, and their names in timm.
 INTERPOLATIONS = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")
+LEAST_CROP = 0.001
+"""With less, the image that is cropped would be a thousand times as large as the crop."""
 PROCESSOR_FILE = "preprocessor_config.json"
 
 
@@ -49,8 +51,12 @@ class Preprocessing:
             raise ModelError(
                 f"a mean and a std for each of {channels} channels were expected, not {self.mean} and {self.std}"
             )
-        if min(self.std) <= 0 or self.crop_pct <= 0:
-            raise ModelError(f"std and crop_pct must be above 0, not {self.std} and {self.crop_pct}")
+        if not all(math.isfinite(value) for value in (*self.mean, *self.std, self.crop_pct)):
+            raise ModelError(f"mean, std and crop_pct must be finite, not {self.mean}, {self.std}, {self.crop_pct}")
+        if min(self.std) <= 0 or self.crop_pct < LEAST_CROP:
+            raise ModelError(
+                f"std must be above 0 and crop_pct at least {LEAST_CROP}, not {self.std} and {self.crop_pct}"
+            )
         if self.interpolation not in INTERPOLATIONS:
             raise ModelError(f"interpolation is one of {', '.join(INTERPOLATIONS)}, not {self.interpolation!r}")
         if self.crop_mode not in ("center", "squash", "border"):

@@ -14,6 +14,8 @@ from hetdpt.adapters.preprocessing import Preprocessing
 from hetdpt.errors import DataError, first_line
 
 Transform = Callable[[Image.Image], Tensor]
+MOST_PIXELS = 2**25
+"""Images that would have more than this after resizing, before they are cropped, count as unreadable."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +103,10 @@ def training_transform(preprocessing: Preprocessing, augmentation: Augmentation)
 
 
 def evaluation_transform(preprocessing: Preprocessing) -> Transform:
-    """Return the transform from an image to its one view (C, H, W), as the model wants it."""
+    """Return the transform from an image to its one view (C, H, W), as the model wants it.
+
+    It raises ``OSError`` for an image so thin that nothing would be left of it, or more than ``MOST_PIXELS``.
+    """
     from timm.data.transforms_factory import create_transform
 
     transform: Transform = create_transform(
@@ -112,7 +117,28 @@ def evaluation_transform(preprocessing: Preprocessing) -> Transform:
         crop_pct=preprocessing.crop_pct,
         crop_mode=preprocessing.crop_mode,
     )
-    return transform
+    return _Limited(transform, preprocessing)
+
+
+@dataclass(frozen=True)
+class _Limited:
+    """A transform of the evaluation that refuses images which cannot be resized, or would take too much memory."""
+
+    transform: Transform
+    preprocessing: Preprocessing
+
+    def __call__(self, image: Image.Image) -> Tensor:
+        height, width = self.preprocessing.resized_to
+        scales = height / image.height, width / image.width
+        if self.preprocessing.crop_mode != "squash":
+            scale = max(scales) if self.preprocessing.crop_mode == "center" else min(scales)
+            height, width = round(scale * image.height), round(scale * image.width)
+        if not 0 < height * width <= MOST_PIXELS:
+            raise OSError(
+                f"{image.width} x {image.height} pixels would be resized to {width} x {height}; 1 to {MOST_PIXELS} "
+                "pixels were expected"
+            )
+        return self.transform(image)
 
 
 def _posterizing(transform: Any) -> Transform:

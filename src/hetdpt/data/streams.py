@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -20,6 +21,7 @@ from hetdpt.errors import DataError, first_line
 from hetdpt.randomness import seeded
 
 INFO = "_info.json"
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -93,8 +95,12 @@ class StreamViews(IterableDataset[tuple[Tensor, int]]):
         worker = get_worker_info()
         image: Image
         for count, (image, label) in enumerate(self.images):
-            with seeded(*self.entropy, worker.id if worker else 0, count):
-                view = self.transform(image)
+            try:
+                with seeded(*self.entropy, worker.id if worker else 0, count):
+                    view = self.transform(image)
+            except OSError as error:  # too thin
+                log.warning("an image of the stream is left out: %s", error)
+                continue
             yield view, label
 
 

@@ -50,7 +50,7 @@ class Preparation(Protocol):
     """How pictures become views, and views a batch."""
 
     def view(self, image: Image, target: Any, name: str) -> Any:
-        """Return the view of one image and its target."""
+        """Return the view of one image and its target; ``OSError`` if it would take too much memory."""
 
     def blank(self) -> Any:
         """Return what stands for an image that is not there."""
@@ -83,14 +83,16 @@ class Views(Dataset[Any]):
         failed = []
         for step in range(self._tries if key.index != NOTHING else 0):
             index = (key.index + step) % len(self._source)
+            name = self._source.name_of(index)
             try:
                 image, target = self._source[index]
+                with seeded(*key.entropy) if key.entropy else nullcontext():
+                    view = self._preparation.view(image, target, name)
             except OSError:
-                failed.append(self._source.name_of(index))
+                failed.append(name)
                 continue
             unreadable += failed
-            with seeded(*key.entropy) if key.entropy else nullcontext():
-                return self._preparation.view(image, target, self._source.name_of(index))
+            return view
         if failed and self._is_replaced:
             raise DataError(f"{failed[0]} cannot be read, nor can the {len(failed) - 1} images after it")
         unreadable += failed
