@@ -33,7 +33,7 @@ TIMM_COMMON = {"num_classes", "in_chans", "img_size", "drop_path_rate", "feature
 """Arguments of ``timm.create_model`` that do not depend on the class of the model."""
 LABELS = {"id2label", "label2id"}
 """Where any text may stand: names of classes."""
-ATTENTION = {"eager", "sdpa"}
+ATTENTION = ("eager", "sdpa")
 """How attention may be computed; transformers would download other implementations."""
 WORD = re.compile(r"[\w.+-]{0,64}", re.ASCII)
 
@@ -70,7 +70,8 @@ def model_class(name: str) -> Any:
 
     transformers = _transformers()
     found: Any = getattr(transformers, name, None) if name.isidentifier() else None
-    if not isinstance(found, type) or not issubclass(found, transformers.PreTrainedModel):
+    is_model = isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)
+    if not is_model:
         raise ModelError(f"transformers has no model class called {name!r}")
     if _family(found) not in FAMILIES or found.main_input_name != "pixel_values":
         raise ModelError(
@@ -115,15 +116,13 @@ def _require_config(owner: str, config_class: Any, values: dict[str, Any]) -> No
     """Raise unless ``values`` are settings of ``config_class``, nested ones those of a class of ``FAMILIES``."""
     plain = {name: value for name, value in values.items() if name in LABELS or not isinstance(value, dict)}
     _require_plain(owner, plain, _names(config_class))
-    for name, value in values.items():
-        if name in plain:
-            continue
-        if name not in _names(config_class):
-            raise _refusal(owner, name, value)
-        if (inner := config_class.sub_configs.get(name)) is None:
-            _require_plain(owner, value, value)
+    for name in values.keys() - plain.keys():
+        if inner := config_class.sub_configs.get(name):
+            _require_config(f"{name} of {owner}", _inner_class(owner, name, inner, values[name]), values[name])
+        elif isinstance(config_class().to_dict().get(name), dict):  # a table of its own, as of rotary positions
+            _require_plain(owner, values[name], values[name])
         else:
-            _require_config(f"{name} of {owner}", _inner_class(owner, name, inner, value), value)
+            raise _refusal(owner, name, values[name])
 
 
 def _inner_class(owner: str, name: str, config_class: Any, values: dict[str, Any]) -> Any:
@@ -133,7 +132,7 @@ def _inner_class(owner: str, name: str, config_class: Any, values: dict[str, Any
     transformers = _transformers()
     if config_class is transformers.AutoConfig:
         kind = values.get("model_type")
-        if kind not in transformers.CONFIG_MAPPING:
+        if not isinstance(kind, str) or kind not in transformers.CONFIG_MAPPING:
             raise _refusal(owner, f"{name}.model_type", kind)
         config_class = transformers.CONFIG_MAPPING[kind]
     if _family(config_class) not in FAMILIES:
