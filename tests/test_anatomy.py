@@ -150,6 +150,26 @@ def test_a_sum_into_the_branch_is_refused() -> None:
     assert "the stream is added into its output in place" in found.refusals[0]
 
 
+class Padded(nn.Module):
+    """Torch's encoder with a mask for tokens that are padding."""
+
+    def __init__(self, **options: bool) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(16, 2, 32, activation=nn.GELU(), batch_first=True)
+        self.embed, self.encoder = nn.Conv2d(3, 16, 8, 8), nn.TransformerEncoder(layer, 2, **options)
+
+    def forward(self, images: Tensor) -> Tensor:
+        tokens = self.embed(images).flatten(2).mT
+        padding = torch.arange(tokens.shape[1]).expand(tokens.shape[:2]) > 12
+        return self.encoder(tokens, src_key_padding_mask=padding).mean(1)
+
+
+def test_layers_that_get_nested_tensors_are_not_offered() -> None:
+    with pytest.raises(ModelError, match="nested tensors; build nn.TransformerEncoder with enable_nested_tensor=False"):
+        hetdpt.sites(Padded().eval(), SIZE)
+    check_contract(Padded(enable_nested_tensor=False).eval(), hetdpt.Plan((0, 1), (0, 1)))
+
+
 def test_a_model_of_no_library_is_found_by_its_structure() -> None:
     model = Toy().eval()
     sites = hetdpt.sites(model, SIZE)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from dataclasses import replace
 
 import pytest
 import torch
-from families import FAMILIES, HF, SMALL, TIMM, Family, sparing
+from families import ENCODERS, FAMILIES, HF, SMALL, TIMM, Family, by_label, sparing
 from torch import Tensor, nn
 
 import hetdpt
+from hetdpt.calibration import gate_fitted_
 from hetdpt.measurement.agreement import outputs_of
 
 ROUNDING = 2e-5  # of the largest output: float32 rounding of one merged matrix, through the batch norms of hybrids too
@@ -78,6 +80,51 @@ def test_gradients_reach_what_is_left_and_every_open_gate(family: Family) -> Non
     assert not scores or any(scores)  # a ReLU whose inputs are all positive is no different from the identity
     copied = deepcopy(model)
     assert len(hetdpt.gates_of(copied)) == len(hetdpt.gates_of(model))
+
+
+MODES = {"eval, no gradients": (False, False), "eval": (False, True), "train": (True, True)}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("family", ENCODERS, ids=by_label)
+def test_torch_encoder_layers_run_what_was_put_into_them(family: Family, mode: str) -> None:
+    is_training, has_gradients = MODES[mode]
+    model, images = family.build().train(is_training), family.images()
+    sites = hetdpt.sites(model, family.size)
+    kinds = [site.kind for site in sites]
+    assert (kinds.count("attention"), kinds.count("activation")) == (family.attention, family.activation)
+    plan, every = family.plan(sites), hetdpt.Plan(removal=family.removal)
+    with torch.set_grad_enabled(has_gradients):
+        dense = model(images)
+        # layers with gates are not on torch's fast path, which rounds differently
+        assert distance(hetdpt.gate_(model, every, family.size)(images), dense) < ROUNDING
+        assert torch.equal(hetdpt.restore_(model)(images), dense)
+        gated = hetdpt.gate_(model, plan, family.size)(images)
+        assert torch.equal(hetdpt.restore_(model)(images), dense)
+        pruned = hetdpt.prune_(model, plan, family.size)(images)
+        assert distance(gated, pruned) < ROUNDING
+        assert distance(pruned, dense) > 1e-3
+        assert distance(hetdpt.merge_(model)(images), pruned) < ROUNDING
+    with torch.enable_grad():
+        assert distance(pruned, model.train()(images)) < ROUNDING  # where torch has no fast path
+
+
+@pytest.mark.parametrize("removal", ["calibrated", ("linear", "calibrated")])
+@pytest.mark.parametrize("family", ENCODERS, ids=by_label)
+def test_torch_encoder_layers_are_calibrated(family: Family, removal: str | tuple[str, str]) -> None:
+    model, images = family.build(), family.images(4)
+    plan = replace(family.plan(hetdpt.sites(model, family.size)), removal=removal)
+    dense = run(model, family)
+    gated = gate_fitted_(model, plan, [images])
+    for gate in hetdpt.gates_of(gated).values():
+        gate.is_open = True
+    assert distance(run(gated, family), dense) < ROUNDING
+    assert torch.equal(run(hetdpt.restore_(model), family), dense)
+    calibrated = run(hetdpt.calibrate_(model, plan, [images]), family)
+    assert distance(calibrated, dense) > 1e-3
+    assert distance(run(hetdpt.merge_(model), family), calibrated) < ROUNDING
+    with torch.enable_grad():
+        assert distance(model.train()(family.images()).flatten(), calibrated) < ROUNDING
 
 
 def test_at_least_thirty_five_timm_modules_and_all_listed_huggingface_classes() -> None:

@@ -1,4 +1,4 @@
-"""What is done with any torch module: copies around the same weights, eval mode for a while, checksums, a device.
+"""What is done with any torch module: copies around the same weights, replacements, eval mode for a while, a device.
 
 No model, site or stage is known here: whoever needs the images says what for.
 """
@@ -9,6 +9,7 @@ import hashlib
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +24,30 @@ def clone(model: nn.Module) -> nn.Module:
     """
     tensors = (*model.parameters(), *model.buffers())
     return deepcopy(model, {id(tensor): tensor for tensor in tensors})
+
+
+def put_(model: nn.Module, path: str, module: nn.Module) -> None:
+    """Replace the module at ``path`` by ``module``, of which all that is new takes the mode of the one replaced.
+
+    In eval mode without gradients, ``nn.TransformerEncoderLayer`` computes with the weights of its modules and calls
+    none of them (torch's fast path), unless one of them has a hook. So what is put into such a layer gets a hook, and
+    in place of its attention the attributes that the layer reads before it looks for hooks.
+    """
+    before = model.get_submodule(path)
+    kept = {*before.modules()}
+    for part in module.modules():
+        if part not in kept:
+            part.training = before.training
+    model.set_submodule(path, module)
+    parent = model.get_submodule(path.rpartition(".")[0])
+    if isinstance(parent, nn.TransformerEncoderLayer | nn.TransformerDecoderLayer):
+        if "batch_first" in vars(before):
+            vars(module).update(batch_first=vars(before)["batch_first"], in_proj_bias=None)
+        module.register_forward_pre_hook(_no_fast_path)
+
+
+def _no_fast_path(_: nn.Module, __: Any) -> None:
+    """Do nothing; torch leaves its fast path for any hook."""
 
 
 @contextmanager

@@ -26,7 +26,7 @@ from hetdpt.adapters.trace import dry_run, trace
 from hetdpt.errors import ModelError, PlanError, first_line
 from hetdpt.fold import Layer, add, fold_norm, fold_pair, is_cheaper_folded, new_layer
 from hetdpt.gates import Behind, Constant, Extras, Gate, Mapped, Pass, Removed, StreamGelu, Zero
-from hetdpt.modules import clone, require_takes
+from hetdpt.modules import clone, put_, require_takes
 from hetdpt.plan import Fit, Plan, Site
 from hetdpt.reductions import Tokens
 
@@ -136,7 +136,7 @@ def restore_(model: nn.Module) -> nn.Module:
     """Take all gates off again: the very modules that were there before, so outputs are bit-equal."""
     wrapped = [(path, m) for path, m in model.named_modules() if isinstance(m, Gate | Behind)]
     for path, wrapper in sorted(wrapped, key=lambda pair: -len(pair[0])):
-        _put(model, path, wrapper.release())
+        model.set_submodule(path, wrapper.release())
     for module in model.modules():
         for number, hook in list(module._forward_hooks.items()):
             if isinstance(hook, StreamGelu) and hook.gates:
@@ -458,9 +458,9 @@ def _layer(module: nn.Module) -> Layer:
 def _merge_ffn(model: nn.Module, ffn: Ffn) -> None:
     first, second = _layer(model.get_submodule(ffn.first)), _layer(model.get_submodule(ffn.second))
     scale = model.get_parameter(ffn.scale) if ffn.scale else None
-    _put(model, ffn.first, fold_pair(first, second, scale))
+    put_(model, ffn.first, fold_pair(first, second, scale))
     for path in (ffn.activation, *ffn.between, ffn.second):
-        _put(model, path, Pass())
+        put_(model, path, Pass())
     if ffn.scale:
         _neutralise(model, ffn.scale)
 
@@ -470,7 +470,7 @@ def _fold_norm(model: nn.Module, ffn: Ffn) -> None:
     norm = model.get_submodule(ffn.norm)
     assert isinstance(norm, nn.LayerNorm)
     if norm.elementwise_affine:
-        _put(model, ffn.first, fold_norm(norm, _layer(model.get_submodule(ffn.first))))
+        put_(model, ffn.first, fold_norm(norm, _layer(model.get_submodule(ffn.first))))
         norm.weight = norm.bias = None  # type: ignore[assignment]
         norm.elementwise_affine = False
 
@@ -493,7 +493,7 @@ def _fold_constant(model: nn.Module, handle: Handle, record: Record) -> bool:
     path, _, leaf = name.rpartition(".")
     total = nn.Parameter(add(bias, value), requires_grad=bias.requires_grad)
     model.get_submodule(path).register_parameter(leaf, total)
-    _put(model, _parts(handle).core, Zero(constant.extras))
+    put_(model, _parts(handle).core, Zero(constant.extras))
     return True
 
 
@@ -651,13 +651,13 @@ def _remove(model: nn.Module, handle: Handle, plan: Plan) -> None:
     if is_fitted and handle.ffn:
         return _put_single(model, handle.ffn)
     is_at_end = not is_fitted or place_of(model, handle, plan.style_of(handle.site.kind)).target == _parts(handle).gate
-    _put(model, *(_fitted(model, handle, plan) if is_fitted else _stand_in(handle, plan)))
+    put_(model, *(_fitted(model, handle, plan) if is_fitted else _stand_in(handle, plan)))
     if _is_idle(handle, plan):
         for path in _parts(handle).entry:
-            _put(model, path, Pass())
+            put_(model, path, Pass())
     if (is_fitted or _goes_whole(handle, plan)) and is_at_end:
         for path in _parts(handle).exits:
-            _put(model, path, Pass())
+            put_(model, path, Pass())
         kept = () if _is_idle(handle, plan) else _parts(handle).early  # a map was fitted to what they give
         for name in (name for name in _parts(handle).parameters if name not in kept):
             _neutralise(model, name)
@@ -710,8 +710,8 @@ def _put_gate(model: nn.Module, handle: Handle, plan: Plan) -> str:
     gate.to(next(model.parameters()).device)
     if end != path:
         is_source = isinstance(removed, Mapped)
-        _put(model, path, Behind(model.get_submodule(path), gate, _parts(handle).extras, is_source))
-    _put(model, end, gate)
+        put_(model, path, Behind(model.get_submodule(path), gate, _parts(handle).extras, is_source))
+    put_(model, end, gate)
     return end
 
 
@@ -721,10 +721,10 @@ def _put_gate_on_ffn(model: nn.Module, ffn: Ffn) -> str:
     zeros = first.weight.new_zeros(len(second.weight), first.weight.shape[1], dtype=torch.float64)
     layer = new_layer(zeros, zeros.sum(1), first.weight, isinstance(first, nn.Conv2d))
     gate = Gate(second, Mapped(layer)).to(first.weight.device)
-    _put(model, ffn.first, Behind(first, gate, is_source=True))
+    put_(model, ffn.first, Behind(first, gate, is_source=True))
     for path in (ffn.activation, *ffn.between):
-        _put(model, path, Behind(model.get_submodule(path), gate))
-    _put(model, ffn.second, gate)
+        put_(model, path, Behind(model.get_submodule(path), gate))
+    put_(model, ffn.second, gate)
     return ffn.second
 
 
@@ -753,17 +753,12 @@ def _refuse_gated(model: nn.Module) -> None:
         raise PlanError("this model has gates on its layers; call restore_(model) first")
 
 
-def _put(model: nn.Module, path: str, module: nn.Module) -> None:
-    module.train(model.get_submodule(path).training)
-    model.set_submodule(path, module)
-
-
 def _neutralise(model: nn.Module, name: str) -> None:
     """Put a plain 1 in place of a LayerScale parameter; a LayerScale module of its own becomes a pass."""
     path, _, leaf = name.rpartition(".")
     owner = model.get_submodule(path)
     if len(list(owner.parameters())) == 1 and not any(owner.children()):
-        return _put(model, path, Pass())
+        return put_(model, path, Pass())
     parameter = owner._parameters.pop(leaf)
     assert parameter is not None
     device = "cpu" if parameter.is_meta else parameter.device  # on meta it would never get its value

@@ -105,6 +105,7 @@ def survey(model: nn.Module, input_size: tuple[int, int, int]) -> Survey:
     for branch, kind in branches:
         block = numbering.block_of(branch.owner, kind)
         try:
+            _require_no_nesting(reading, branch.owner)
             handle = _attention(reading, branch, block) if kind == "attention" else _activation(reading, branch, block)
         except RefusedError as why:
             refusals.append(f"{kind} in {branch.owner or 'the model'}: {why}")
@@ -182,6 +183,18 @@ def _stray_attention(reading: Reading, branches: list[tuple[Branch, Kind]]) -> l
     products = [node for node in reading.nodes if reading.is_product(node.index) and node.index not in branched]
     owners = dict.fromkeys(node.owner or "the model" for node in products)
     return [f"attention in {owner}: not in a residual branch of its own that keeps the shape" for owner in owners]
+
+
+def _require_no_nesting(reading: Reading, owner: str) -> None:
+    """Refuse a layer that ``nn.TransformerEncoder`` may give nested tensors: tokens without those that are padding."""
+    around = [module for path, module in reading.modules.items() if not path or f"{owner}.".startswith(f"{path}.")]
+    may_nest = any(isinstance(module, nn.TransformerEncoder) and module.use_nested_tensor for module in around)
+    given = [call.arguments for call in reading.calls if call.path == owner]  # tokens, a mask, is_causal, padding
+    if may_nest and any(isinstance(padding, Ref) for arguments in given for padding in arguments[3:]):
+        raise RefusedError(
+            "its tokens have a padding mask, for which torch makes nested tensors; build nn.TransformerEncoder with "
+            "enable_nested_tensor=False"
+        )
 
 
 def _attention(reading: Reading, branch: Branch, block: int) -> Handle:
