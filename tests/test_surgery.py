@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import hetdpt
+from hetdpt.calibration import gate_fitted_
 from hetdpt.errors import ModelError, PlanError
 from hetdpt.measurement.agreement import relative_difference
 from hetdpt.modules import clone
@@ -136,6 +138,30 @@ def test_a_gated_model_still_knows_its_sites(model: nn.Module) -> None:
     expected = hetdpt.sites(model)
     assert hetdpt.sites(hetdpt.gate_(model, PLAN)) == expected
     assert hetdpt.sites(hetdpt.restore_(model)) == expected
+
+
+@pytest.mark.parametrize("label", ["levit_128s", "coat_lite_tiny"])
+@pytest.mark.parametrize("is_training", [True, False])
+def test_norms_in_a_mode_of_their_own_stay_in_it(label: str, is_training: bool) -> None:
+    family = named(label)
+    model, images = family.build().train(is_training), [family.images(4)]
+    norms = nn.BatchNorm1d, nn.BatchNorm2d, nn.LayerNorm
+    for module in model.modules():
+        module.training = is_training != isinstance(module, norms)
+    plan = family.plan(hetdpt.sites(model, family.size))
+    fitted = replace(plan, removal="calibrated")
+    for change in (
+        lambda changed: hetdpt.gate_(changed, plan, family.size),
+        lambda changed: hetdpt.restore_(hetdpt.gate_(changed, plan, family.size)),
+        lambda changed: gate_fitted_(changed, fitted, images),
+        lambda changed: hetdpt.restore_(gate_fitted_(changed, fitted, images)),
+        lambda changed: hetdpt.prune_(changed, plan, family.size),
+        lambda changed: hetdpt.merge_(hetdpt.prune_(changed, plan, family.size), fold_norms=True),
+        lambda changed: hetdpt.merge_(hetdpt.calibrate_(changed, fitted, images)),
+    ):
+        changed = deepcopy(model)
+        modes = {module: module.training for module in changed.modules()}
+        assert all(module.training == modes.get(module, module.training) for module in change(changed).modules())
 
 
 def test_in_place_activations_keep_their_importance() -> None:
