@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import timm
@@ -13,7 +15,8 @@ from torch import Tensor, nn
 
 import hetdpt
 from hetdpt.adapters.anatomy import survey
-from hetdpt.errors import ModelError
+from hetdpt.errors import ModelError, PlanError
+from hetdpt.files import read_sealed_json, write_sealed_json
 
 
 class Toy(nn.Module):
@@ -259,6 +262,46 @@ def test_training_mode_and_device_do_not_matter(model: nn.Module) -> None:
     assert model.training
     assert hetdpt.sites(model.half()) == expected
     assert hetdpt.sites(model.to("meta")) == expected
+
+
+MAPS = {  # models whose attention works on maps (C, H, W), and their channels in the end
+    "efficientvit_b0": 128,
+    "levit_conv_128s": 384,
+    "shvit_s1": 320,
+    "efficientformerv2_s0": 176,
+    "mobilenetv4_hybrid_medium": 256,
+    "iformer_t": 256,
+    "efficientvit_m0": 192,
+}
+
+
+@pytest.mark.parametrize("name", MAPS)
+def test_width_is_of_channels_whatever_the_size_of_images(name: str) -> None:
+    small, large = ((3, side, side) for side in (224, 256))
+    model = hetdpt.create(name, is_empty=True)
+    anatomy = survey(model, small).anatomy
+    assert anatomy.width == MAPS[name]
+    if name in ("efficientformerv2_s0", "levit_conv_128s", "efficientvit_m0"):  # they take the size they are built for
+        model = hetdpt.create(name, img_size=256, is_empty=True)
+    plan = hetdpt.Plan(anatomy.attention[:1], anatomy=anatomy)
+    assert len(hetdpt.sites(hetdpt.prune_(model, plan, large))) == len(anatomy.attention) + len(anatomy.activation) - 1
+
+
+def test_plans_with_the_side_of_a_map_for_a_width_are_still_accepted(tmp_path: Path) -> None:
+    """As they were written before 0.2, also in saved models."""
+    family = named("efficientvit_b0")
+    model = family.build()
+    plan = family.plan(hetdpt.sites(model, family.size))
+    written = replace(plan, anatomy=replace(survey(model, family.size).anatomy, width=2))
+    assert hetdpt.prune_(model, written, family.size)
+    recipe = hetdpt.save(model, tmp_path / "saved") / "hetdpt.json"
+    values = read_sealed_json(recipe)
+    assert values["plan"]["anatomy"]["width"] == 128
+    values["plan"]["anatomy"]["width"] = 2
+    write_sealed_json(recipe, values)
+    assert hetdpt.sites(hetdpt.load(recipe.parent)) == hetdpt.sites(model)
+    with pytest.raises(PlanError, match="made for a model with .* blocks of width 7"):
+        hetdpt.prune_(family.build(), replace(plan, anatomy=replace(written.anatomy, width=7)), family.size)
 
 
 def test_blocks_are_numbered_as_the_model_counts_them() -> None:

@@ -425,7 +425,8 @@ def _begin(model: nn.Module, plan: Plan, input_size: InputSize | None, is_tempor
     """
     _refuse_gated(model)
     found = survey_of(model, input_size)
-    plan.check(found.anatomy)
+    is_of_first = plan.anatomy == found.first_anatomy
+    (replace(plan, anatomy=None) if is_of_first else plan).check(found.anatomy)
     record = record_of(model) or Record(found, Plan())
     if record.tokens is not None:
         raise PlanError(

@@ -7,7 +7,7 @@ model, and no family is known by name.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
@@ -89,6 +89,14 @@ class Survey:
     anatomy: Anatomy
     input_size: tuple[int, int, int]
 
+    @property
+    def first_anatomy(self) -> Anatomy:
+        """As the first plans have it: of maps (C, H, W) that an attention gives last, W in place of the channels."""
+        last = self.handles[-1]
+        if last.ffn or last.parts is None:
+            return self.anatomy
+        return replace(self.anatomy, width=last.parts.core_layout.shape[-1])
+
 
 class RefusedError(Exception):
     """Why one branch is not a site."""
@@ -100,7 +108,6 @@ def survey(model: nn.Module, input_size: tuple[int, int, int]) -> Survey:
     handles: list[Handle] = []
     refusals: list[str] = []
     numbering = Numbering()
-    width = 0
     branches = _elementary(reading)
     for branch, kind in branches:
         block = numbering.block_of(branch.owner, kind)
@@ -111,13 +118,21 @@ def survey(model: nn.Module, input_size: tuple[int, int, int]) -> Survey:
             refusals.append(f"{kind} in {branch.owner or 'the model'}: {why}")
         else:
             handles.append(handle)
-            width = reading.modules[handle.ffn.first].weight.shape[1] if handle.ffn else branch.out.shape[-1]
     refusals += [*_nested(reading, branches), *_stray_attention(reading, branches)]
     if not handles:
         raise ModelError(_nothing_found(model, refusals))
     offered = [tuple(h.site.block for h in handles if h.site.kind == kind) for kind in ("attention", "activation")]
-    anatomy = Anatomy(numbering.blocks, width, *offered)
+    anatomy = Anatomy(numbering.blocks, _width(reading, handles[-1]), *offered)
     return Survey(tuple(handles), tuple(refusals), anatomy, input_size)
+
+
+def _width(reading: Reading, handle: Handle) -> int:
+    """Return how many channels the stream has at a site."""
+    if handle.ffn:
+        width: int = reading.modules[handle.ffn.first].weight.shape[1]
+        return width
+    assert handle.parts is not None
+    return handle.parts.core_layout.width
 
 
 def _nothing_found(model: nn.Module, refusals: list[str]) -> str:
