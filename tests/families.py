@@ -184,6 +184,23 @@ class EncoderFamily(Family):
         return Encoder(**self.base.arguments)
 
 
+class TorchvisionFamily(Family):
+    """A Swin transformer of torchvision, whose masks of shifted windows are written part by part in each pass."""
+
+    def make(self) -> nn.Module:
+        from torchvision.models import swin_transformer as swin
+
+        is_second = self.base.name.endswith("V2")
+        block = swin.SwinTransformerBlockV2 if is_second else swin.SwinTransformerBlock
+        merging = swin.PatchMergingV2 if is_second else swin.PatchMerging
+        return swin.SwinTransformer(**self.base.arguments, block=block, downsample_layer=merging, num_classes=10)
+
+
+_SHAPE = {"patch_size": [4, 4], "embed_dim": 24, "depths": [2, 2], "num_heads": [2, 4], "window_size": [4, 4]}
+TORCHVISION = [
+    TorchvisionFamily(f"torchvision {name}", Base("torchvision", name, _SHAPE), 64, 4, 4) for name in ("Swin", "SwinV2")
+]
+
 ENCODERS = [
     EncoderFamily(f"torch {label}", Base("torch", "TransformerEncoder", options), 32, 3, activation)
     for label, activation, options in [

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from families import ENCODERS, FAMILIES, HF, SMALL, TIMM, Family, by_label, sparing
+from families import ENCODERS, FAMILIES, HF, SMALL, TIMM, TORCHVISION, Family, by_label, sparing
 from torch import Tensor, nn
 
 import hetdpt
@@ -26,11 +26,13 @@ def distance(one: Tensor, other: Tensor) -> float:
     return ((one - other).abs().max() / other.abs().max()).item()
 
 
-@pytest.fixture(params=sparing(FAMILIES, SMALL))
-def family(request: pytest.FixtureRequest) -> Family:
-    return request.param
+ALL = pytest.mark.parametrize(
+    "family", [*sparing(FAMILIES, SMALL), *(pytest.param(f, id=f.label) for f in TORCHVISION)]
+)
+SAVABLE = pytest.mark.parametrize("family", sparing(FAMILIES, SMALL))
 
 
+@ALL
 def test_gated_is_pruned_is_merged_and_none_is_dense(family: Family) -> None:
     model = family.build()
     sites = hetdpt.sites(model, family.size)
@@ -61,6 +63,7 @@ def test_gated_is_pruned_is_merged_and_none_is_dense(family: Family) -> None:
     assert torch.equal(run(model, family), merged)
 
 
+@SAVABLE
 def test_saved_and_loaded_is_bit_equal(family: Family, tmp_path) -> None:  # type: ignore[no-untyped-def]
     model = family.build()
     hetdpt.merge_(hetdpt.prune_(model, family.plan(hetdpt.sites(model, family.size)), family.size))
@@ -69,6 +72,7 @@ def test_saved_and_loaded_is_bit_equal(family: Family, tmp_path) -> None:  # typ
     assert hetdpt.sites(loaded) == hetdpt.sites(model)
 
 
+@ALL
 def test_gradients_reach_what_is_left_and_every_open_gate(family: Family) -> None:
     model = family.build()
     plan = family.plan(hetdpt.sites(model, family.size))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -105,7 +106,8 @@ class _Recorder(TorchDispatchMode):
         self.trace = Trace()
         self.parameters = parameters
         self.maker: dict[int, int] = {}
-        self.alive: list[Tensor] = []  # keeps ids unique while the trace is made
+        self.alive: defaultdict[int, list[Tensor]] = defaultdict(list)
+        """All tensors by the memory that they lie in; kept, so that their ids stay unique while the trace is made."""
         self.stack: list[str] = [""]
 
     def add(self, op: str, sources: list[Any], results: list[Any]) -> None:
@@ -121,17 +123,24 @@ class _Recorder(TorchDispatchMode):
         self.trace.nodes.append(Node(index, op, inputs, names, shape, self.stack[-1], is_derived))
         for tensor in outputs:
             self.maker[id(tensor)] = index
-            self.alive.append(tensor)
+            self.alive[_memory(tensor)].append(tensor)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         results = func(*args, **(kwargs or {}))
-        self.add(func.overloadpacket.__name__, tree_leaves((args, kwargs)), tree_leaves(results))
+        made = tree_leaves(results)
+        self.add(func.overloadpacket.__name__, tree_leaves((args, kwargs)), made)
+        if func._schema.is_mutable and made and isinstance(made[0], Tensor):  # a part written is the whole changed
+            self.maker |= {id(tensor): self.maker[id(made[0])] for tensor in self.alive[_memory(made[0])]}
         return results
 
     def ref(self, value: Any) -> Any:
         if isinstance(value, Tensor):
             return Ref(self.maker.get(id(value)), tuple(value.shape))
         return value
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
 
 
 def _watch(recorder: _Recorder, path: str, module: nn.Module) -> list[Any]:
