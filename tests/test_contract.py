@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from copy import deepcopy
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 import hetdpt
 from hetdpt.calibration import gate_fitted_
+from hetdpt.errors import ModelError
 from hetdpt.measurement.agreement import outputs_of
 
 ROUNDING = 2e-5  # of the largest output: float32 rounding of one merged matrix, through the batch norms of hybrids too
@@ -129,6 +131,33 @@ def test_torch_encoder_layers_are_calibrated(family: Family, removal: str | tupl
     assert distance(run(hetdpt.merge_(model), family), calibrated) < ROUNDING
     with torch.enable_grad():
         assert distance(model.train()(family.images()).flatten(), calibrated) < ROUNDING
+
+
+EAGER, ASKED = {"attn_implementation": "eager"}, {"output_attentions": True, "output_hidden_states": True}
+
+
+@pytest.mark.parametrize("way", ["pruned", "gated", "loaded"])
+@pytest.mark.parametrize("family", HF, ids=by_label)
+def test_attention_maps_of_transformers_keep_their_places(family: Family, way: str, tmp_path: Path) -> None:
+    model = replace(family, base=replace(family.base, arguments={**family.base.arguments, **EAGER})).build()
+    dense = model(family.images(), **ASKED)
+    layers = [site.block for site in hetdpt.sites(model, family.size) if site.kind == "attention"]
+    stride = len(layers) // len(dense.attentions)  # Swin returns the maps of the last layer of each stage
+    plan = hetdpt.Plan(attention=(0, stride - 1) if stride > 1 else (0, 2), removal=family.removal)
+    (hetdpt.gate_ if way == "gated" else hetdpt.prune_)(model, plan, family.size)
+    if way == "loaded":
+        model = hetdpt.load(hetdpt.save(model, tmp_path / "saved"))
+    answer = model(family.images(), **ASKED)
+    assert len(answer.hidden_states) == len(dense.hidden_states)
+    assert [None if map is None else map.shape for map in answer.attentions] == [
+        None if layer in plan.attention else map.shape
+        for layer, map in zip(layers[stride - 1 :: stride], dense.attentions, strict=True)
+    ]
+    assert not model(family.images()).get("attentions")
+    if "ForImageClassification" in family.label:  # the model in it is used on its own too
+        assert answer.attentions.count(None) == model.base_model(family.images(), **ASKED).attentions.count(None) > 0
+    with pytest.raises(ModelError, match="call it without output_attentions, or without return_dict=False"):
+        model(family.images(), output_attentions=True, return_dict=False)
 
 
 def test_at_least_thirty_five_timm_modules_and_all_listed_huggingface_classes() -> None:

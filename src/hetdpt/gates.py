@@ -6,6 +6,7 @@ Eq. 1 and 6). No architecture and no budget is known here.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,13 +14,21 @@ from torch import Tensor, nn
 
 from hetdpt.errors import ModelError
 
-Extras = tuple[int | None, ...] | None
+
+@dataclass(frozen=True)
+class OnDemand:
+    """None where the argument of that number is true, and nothing otherwise."""
+
+    number: int
+
+
+Extras = tuple[int | OnDemand | None, ...] | None
 
 
 class Removed(nn.Module):
     """Stands where a layer was: takes any arguments and returns what the layer did, a tensor or a tuple.
 
-    ``extras`` say what follows the tensor in that tuple: an argument by its number, or None.
+    ``extras`` say what follows the tensor in that tuple: an argument by its number, or None, always or on demand.
     """
 
     def __init__(self, extras: Extras = None) -> None:
@@ -34,7 +43,8 @@ class Removed(nn.Module):
         y = self.replace(_first_tensor(given))
         if self.extras is None:
             return y
-        return y, *(None if number is None else given[number] for number in self.extras)
+        extras = [extra for extra in self.extras if not isinstance(extra, OnDemand) or given[extra.number]]
+        return y, *(given[extra] if isinstance(extra, int) else None for extra in extras)
 
 
 class Pass(Removed):
@@ -169,6 +179,13 @@ class Behind(nn.Module):
     def release(self) -> nn.Module:
         """Return the layer as it was before."""
         return self.inner
+
+
+def is_removed(module: nn.Module) -> bool:
+    """Whether what stands at the place of a layer keeps it from running."""
+    if isinstance(module, Behind):
+        return is_removed(module.gates[0])
+    return not module.is_open if isinstance(module, Gate) else isinstance(module, Removed)
 
 
 class StraightThrough(torch.autograd.Function):

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from torch.utils.hooks import RemovableHandle
 
 from hetdpt.adapters.anatomy import Handle, Layout, Parts, Survey, survey
+from hetdpt.adapters.attentions import keep_places_
 from hetdpt.adapters.branches import MULTIPLICATIONS
 from hetdpt.adapters.ffn import Ffn
 from hetdpt.adapters.models import input_size_of, set_size_
@@ -121,6 +122,8 @@ def place_gates_(
     gated = [h for h in left if plan.removes(h.site) or why_not_removable(h, plan) is None]
     _require(gated, plan)
     owners = _stream_owners(gated) if plan.removal == "authors" else {}
+    if record_of(model) is None:
+        keep_places_(model, record.survey)
     paths = {handle.site: _put_gate(model, handle, plan) for handle in gated}
     vars(model)[RECORD] = replace(record, gates=tuple(paths.items()))
     gates = gates_by_site(model)
@@ -195,6 +198,8 @@ def place_(model: nn.Module, plan: Plan, input_size: InputSize | None = None) ->
     )
     gone = [h for h in record.survey.handles if whole.removes(h.site)]
     owners = _stream_owners(gone) if plan.removal == "authors" else {}
+    if record_of(model) is None:
+        keep_places_(model, record.survey)
     for handle in going:
         _remove(model, handle, plan)
     for block in {handle.site.block for handle in going} & owners.keys():

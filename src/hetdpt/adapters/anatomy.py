@@ -15,6 +15,7 @@ from hetdpt.adapters.branches import ADDITIONS, Branch, Inside, Reading
 from hetdpt.adapters.ffn import ZERO_TO_ZERO, Ffn, calls_of, find_ffn, is_gated, linears_of
 from hetdpt.adapters.trace import Call, Ref, trace
 from hetdpt.errors import ModelError
+from hetdpt.gates import Extras, OnDemand
 from hetdpt.plan import Anatomy, Kind, Site
 
 
@@ -56,7 +57,7 @@ class Parts:
     """Those of them that multiply what the core is given."""
     tail: tuple[str, ...]
     """Operations, other than with those parameters, between the gate and the sum."""
-    extras: tuple[int | None, ...] | None
+    extras: Extras
     """What the core returns behind its tensor: an argument by its number, or None. No tuple: None."""
     core_layout: Layout
     gate_layout: Layout
@@ -268,7 +269,7 @@ def _parts(reading: Reading, branch: Branch, inside: list[Inside], core: Inside)
         scales=tuple(name for i, name in factors.items() if i >= last.call.stop),
         early=tuple(name for i, name in factors.items() if i < core.call.start),
         tail=tuple(reading.nodes[i].op for i in sorted(loose) if i >= last.call.stop and i not in factors),
-        extras=_extras(core.call),
+        extras=_extras(core.call, reading.modules[core.path]),
         core_layout=_layout(reading, core.call, inner),
         gate_layout=_layout(reading, last.call, inner),
         is_direct=all(i >= last.call.stop or i in factors for i in loose),
@@ -308,10 +309,13 @@ def _bias_before(reading: Reading, branch: Branch) -> str | None:
     return stream.parameters[0] if fits else None
 
 
-def _extras(core: Call) -> tuple[int | None, ...] | None:
+def _extras(core: Call, module: nn.Module) -> Extras:
     """Return how to refill the tuple the core returns when it no longer runs."""
     if not core.is_tuple:
         return None
+    number = core.number_of(module, "output_attentions")
+    if len(core.results) == 1 and number is not None:  # a map follows, if it is asked for
+        return (OnDemand(number),)
     numbers: list[int | None] = []
     for value in core.results[1:]:
         same = [i for i, argument in enumerate(core.arguments) if _is_same(argument, value)]

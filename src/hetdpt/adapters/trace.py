@@ -6,6 +6,7 @@ knows what an attention layer is; :mod:`hetdpt.adapters.branches` reads the grap
 
 from __future__ import annotations
 
+import inspect
 import logging
 import sys
 from collections import defaultdict
@@ -64,6 +65,16 @@ class Call:
     results: tuple[Any, ...]
     is_tuple: bool
     """Whether the module returned ``results`` as a tuple or its only element by itself."""
+    keywords: tuple[str, ...] = ()
+    """Names of the last of the ``arguments``."""
+
+    def number_of(self, module: nn.Module, name: str) -> int | None:
+        """Return which of the ``arguments`` that ``module`` was given is called ``name``."""
+        names = list(inspect.signature(type(module).forward).parameters)[
+            1 : len(self.arguments) - len(self.keywords) + 1
+        ]
+        named = [*names, *self.keywords]
+        return named.index(name) if name in named else None
 
     @property
     def input(self) -> Ref | None:
@@ -90,6 +101,8 @@ class Trace:
     calls: list[Call] = field(default_factory=list)
     outputs: frozenset[int] = frozenset()
     """Nodes that the model hands out, at whatever depth of its answer."""
+    attentions: tuple[int | None, ...] = ()
+    """Nodes of the attention maps that it hands out."""
 
     def consumers(self) -> list[list[int]]:
         """Return for each node the nodes that read it."""
@@ -160,7 +173,10 @@ def _watch(recorder: _Recorder, path: str, module: nn.Module) -> list[Any]:
         if not path:
             leaves = [recorder.ref(leaf) for leaf in tree_leaves(output)]
             recorder.trace.outputs = frozenset(leaf.node for leaf in leaves if isinstance(leaf, Ref) and leaf.node)
-        recorder.trace.calls.append(Call(path, start, stop, arguments, results, isinstance(output, tuple)))
+            maps = [recorder.ref(leaf) for leaf in getattr(output, "attentions", None) or ()]
+            recorder.trace.attentions = tuple(leaf.node if isinstance(leaf, Ref) else None for leaf in maps)
+        is_tuple = isinstance(output, tuple)
+        recorder.trace.calls.append(Call(path, start, stop, arguments, results, is_tuple, tuple(kwargs)))
 
     return [
         module.register_forward_pre_hook(before, with_kwargs=True),
