@@ -20,6 +20,7 @@ from hetdpt.errors import ModelError, PlanError
 from hetdpt.measurement.agreement import relative_difference
 from hetdpt.modules import clone
 from hetdpt.plan import Plan
+from hetdpt.surgery import drop_paths
 
 PLAN = Plan(attention=(0, 2), activation=(1, 2))
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}  # one float32 rounding of a merged matrix
@@ -162,6 +163,21 @@ def test_norms_in_a_mode_of_their_own_stay_in_it(label: str, is_training: bool) 
         changed = deepcopy(model)
         modes = {module: module.training for module in changed.modules()}
         assert all(module.training == modes.get(module, module.training) for module in change(changed).modules())
+
+
+@pytest.mark.parametrize("label", ["hf ViTForImageClassification", "hf SwinForImageClassification"])
+def test_drop_paths_takes_images_by_name(label: str) -> None:
+    family = named(label)
+    model, answers = family.build().train(), []
+    for arguments in ({"pixel_values": family.images()}, {"labels": None, "pixel_values": family.images()}):
+        with drop_paths(model, 0.5), torch.random.fork_rng():
+            torch.manual_seed(0)
+            answers.append(model(**arguments).logits)
+    with drop_paths(model, 0.5), torch.random.fork_rng():
+        torch.manual_seed(0)
+        answers.append(model(family.images()).logits)
+    assert torch.equal(answers[0], answers[1])
+    assert torch.equal(answers[0], answers[2])
 
 
 def test_in_place_activations_keep_their_importance() -> None:

@@ -393,7 +393,7 @@ def drop_paths(model: nn.Module, rate: float, found: Survey | None = None) -> It
     drop = _DropPath()
     hooks: list[RemovableHandle] = []
     if rate and not own:
-        hooks.append(model.register_forward_pre_hook(drop.begin))
+        hooks.append(model.register_forward_pre_hook(drop.begin, with_kwargs=True))
         for handle in (h for h in found.handles if h.parts and h not in gone):
             end = model.get_submodule(_parts(handle).gate)
             hooks.append(end.register_forward_hook(partial(drop, chances[handle.site.block])))
@@ -413,8 +413,8 @@ class _DropPath:
 
     images = 1
 
-    def begin(self, _: nn.Module, args: Any) -> None:
-        self.images = len(args[0])
+    def begin(self, _: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        self.images = len(next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)))
 
     def __call__(self, chance: float, module: nn.Module, _: Any, output: Any) -> Any:
         branch = output[0] if isinstance(output, tuple) else output  # (B, ...), or (B * windows, ...)
