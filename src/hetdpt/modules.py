@@ -13,8 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from hetdpt.errors import DataError, DeviceError, ModelError, first_line
+
+WRONG_SIZE = (RuntimeError, ValueError, AssertionError, IndexError)
+"""What torch, timm and transformers raise on images of a size that a model does not take."""
 
 
 def clone(model: nn.Module) -> nn.Module:
@@ -22,7 +26,9 @@ def clone(model: nn.Module) -> nn.Module:
 
     Replacing a module of the copy leaves the model alone; training the copy trains the model.
     """
-    tensors = (*model.parameters(), *model.buffers())
+    held = tree_leaves([list(vars(module).values()) for module in model.modules()])
+    kept = [value for value in held if isinstance(value, Tensor) and not value.is_leaf]  # of a pass with gradients
+    tensors = (*model.parameters(), *model.buffers(), *kept)
     return deepcopy(model, {id(tensor): tensor for tensor in tensors})
 
 
@@ -124,7 +130,7 @@ def require_takes(model: nn.Module, images: Tensor) -> None:
     """Try ``model`` on the first of ``images`` (B, C, H, W); ``DataError`` where it does not take them."""
     try:
         model(images[:1])
-    except Exception as error:  # whatever a model raises on images it does not take
+    except WRONG_SIZE as error:
         raise DataError(
             f"{type(model).__name__} does not take images of {_size(images)}: {first_line(error)}; "
             "prepare them in the size the model is made for"

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -19,14 +18,21 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hetdpt.errors import ModelError, first_line
-from hetdpt.modules import clone
+from hetdpt.errors import HetDPTError, ModelError, first_line
+from hetdpt.modules import WRONG_SIZE, clone
 
 Watch = Callable[[nn.Module, dict[str, Tensor], Tensor], AbstractContextManager[object]]
+NEED_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
+"""What torch raises where a model cannot run on tensors without values."""
 IMAGE = 0  # index of the node that stands for the model's input
 
 
@@ -191,20 +197,13 @@ def dry_run(model: nn.Module, shape: tuple[int, ...], watch: Watch) -> None:
     returns a context to run in. Models whose control flow looks at values cannot run on fake tensors; they run on
     real zeros. ``ModelError`` says what the model has against such images.
     """
+    copy = clone(model).eval()  # some models keep what they computed; a stand-in must not stay in them
     try:
-        try:
-            copy = clone(model).eval()  # some models keep what they computed; a stand-in must not stay in them
-            # inference mode hands operators to a dispatch mode undecomposed
-            with torch.inference_mode(False), _silent_fakes(model), FakeTensorMode(allow_non_fake_inputs=True):
-                _run_on_stand_ins(copy, shape, watch)
-        except DataDependentOutputException:
-            _run_on_stand_ins(clone(model).eval(), shape, watch)
-    except Exception as error:  # whatever a model raises on images it does not take
-        size = " x ".join(str(side) for side in shape[1:])
-        raise ModelError(
-            f"{type(model).__name__} does not take images of {size}: {first_line(error)}; "
-            "if they should be of another size, pass input_size=(C, H, W)"
-        ) from error
+        # inference mode hands operators to a dispatch mode undecomposed
+        with torch.inference_mode(False), _silent_fakes(model), FakeTensorMode(allow_non_fake_inputs=True):
+            _run_on_stand_ins(copy, shape, watch)
+    except NEED_VALUES:
+        _run_on_stand_ins(clone(model).eval(), shape, watch)
 
 
 @contextmanager
@@ -221,10 +220,14 @@ def _silent_fakes(model: nn.Module) -> Iterator[None]:
 
 
 def _caches(model: nn.Module) -> Iterator[_lru_cache_wrapper[Any]]:
-    """Return the cached functions and methods beside the classes of ``model``, bare or inside a decorator."""
-    classes = {type(module) for module in model.modules()}
-    places = [*classes, *(sys.modules[name] for name in {cls.__module__ for cls in classes})]
-    for value in (value for place in places for value in vars(place).values()):
+    """Return the cached functions and methods beside the classes of ``model``, bare or inside a decorator.
+
+    What is beside a class is what its methods see as global: its module need not be one that was imported.
+    """
+    members = [vars(cls) for cls in {cls for module in model.modules() for cls in type(module).__mro__}]
+    methods = [value for place in members for value in place.values() if isinstance(value, FunctionType)]
+    seen = {id(method.__globals__): method.__globals__ for method in methods}
+    for value in [value for place in (*members, *seen.values()) for value in place.values()]:
         cells = value.__closure__ or () if isinstance(value, FunctionType) else ()
         inner = [cell.cell_contents for cell in cells if cell != CellType()]
         yield from (function for function in (value, *inner) if isinstance(function, _lru_cache_wrapper))
@@ -237,7 +240,24 @@ def _run_on_stand_ins(model: nn.Module, shape: tuple[int, ...], watch: Watch) ->
     stand_ins = {name: torch.zeros(t.shape, dtype=t.dtype, device="cpu") for name, t in tensors.items()}
     images = torch.zeros(shape, dtype=dtype, device="cpu")
     with _no_fast_path(), watch(model, stand_ins, images):
-        torch.func.functional_call(model, stand_ins, (images,))
+        try:
+            torch.func.functional_call(model, stand_ins, (images,))
+        except (HetDPTError, *NEED_VALUES):
+            raise
+        except Exception as error:  # whatever a model raises
+            raise _refusal(model, shape, error) from error
+
+
+def _refusal(model: nn.Module, shape: tuple[int, ...], error: Exception) -> ModelError:
+    name, size, why = type(model).__name__, " x ".join(str(side) for side in shape[1:]), first_line(error)
+    if isinstance(error, WRONG_SIZE):
+        return ModelError(
+            f"{name} does not take images of {size}: {why}; if they should be of another size, pass "
+            "input_size=(C, H, W)"
+        )
+    return ModelError(
+        f"{name} was expected to run as model(images), but fails on images of {size} with {type(error).__name__}: {why}"
+    )
 
 
 @contextmanager
