@@ -13,7 +13,8 @@ from torch import nn
 
 from hetdpt.adapters.branches import ADDITIONS, Branch, Inside, Reading
 from hetdpt.adapters.ffn import ZERO_TO_ZERO, Ffn, calls_of, find_ffn, is_gated, linears_of
-from hetdpt.adapters.trace import Call, Ref, trace
+from hetdpt.adapters.models import require_images, vision_tower_of
+from hetdpt.adapters.trace import Call, Ref, Trace, trace
 from hetdpt.errors import ModelError
 from hetdpt.gates import Extras, OnDemand
 from hetdpt.plan import Anatomy, Kind, Site
@@ -105,7 +106,7 @@ class RefusedError(Exception):
 
 def survey(model: nn.Module, input_size: tuple[int, int, int]) -> Survey:
     """Return the sites of ``model`` in order of execution; ``ModelError`` if there is none."""
-    reading = Reading(model, trace(model, input_size))
+    reading = Reading(model, _traced(model, input_size))
     handles: list[Handle] = []
     refusals: list[str] = []
     numbering = Numbering()
@@ -125,6 +126,16 @@ def survey(model: nn.Module, input_size: tuple[int, int, int]) -> Survey:
     offered = [tuple(h.site.block for h in handles if h.site.kind == kind) for kind in ("attention", "activation")]
     anatomy = Anatomy(numbering.blocks, _width(reading, handles[-1]), *offered)
     return Survey(tuple(handles), tuple(refusals), anatomy, input_size)
+
+
+def _traced(model: nn.Module, input_size: tuple[int, int, int]) -> Trace:
+    require_images(model)
+    try:
+        return trace(model, input_size)
+    except ModelError as error:
+        if tower := vision_tower_of(model):
+            raise ModelError(f"{error}; it takes text too: take its vision tower, model.{tower}") from error
+        raise
 
 
 def _width(reading: Reading, handle: Handle) -> int:
