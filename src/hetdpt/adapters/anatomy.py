@@ -59,7 +59,7 @@ class Parts:
     tail: tuple[str, ...]
     """Operations, other than with those parameters, between the gate and the sum."""
     extras: Extras
-    """What the core returns behind its tensor: an argument by its number, or None. No tuple: None."""
+    """What the core returns behind its tensor (:class:`hetdpt.gates.Removed`). No tuple: None."""
     core_layout: Layout
     gate_layout: Layout
     is_direct: bool

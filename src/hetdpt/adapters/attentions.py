@@ -19,42 +19,41 @@ class KeepPlaces:
 
     def __init__(self, paths: tuple[str, ...]) -> None:
         self.paths = paths
-        """Of the layer that each entry of the dense model is of; empty for one that cannot be removed."""
+        """Of the layer that each map of the dense model is of; empty for one that cannot be removed."""
 
     def __call__(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-        removed = [bool(path) and is_removed(module.get_submodule(path)) for path in self.paths]
-        if not any(removed):
-            return
-        maps = getattr(output, "attentions", None)
         config: Any = module.config
         is_plain = isinstance(output, tuple) and kwargs.get("output_attentions", config.output_attentions)
-        if is_plain or (maps and len(maps) not in (len(removed), removed.count(False))):
+        maps = getattr(output, "attentions", None) or ()
+        removed = [bool(path) and is_removed(module.get_submodule(path)) for path in self.paths]
+        if not any(removed) or not (is_plain or maps):
+            return
+        if is_plain or len(maps) not in (len(removed), removed.count(False)):
             raise ModelError(
                 f"{type(module).__name__} has lost attention layers, and whose the attention maps of the others are "
                 "cannot be told; call it without output_attentions, or without return_dict=False"
             )
-        if maps and len(maps) != len(removed):
+        if len(maps) < len(removed):
             rest = iter(maps)
             output["attentions"] = tuple(None if is_gone else next(rest) for is_gone in removed)
 
 
 def keep_places_(model: nn.Module, found: Survey) -> None:
     """Make a model of transformers return as many attention maps as ever, and parts of it that can run alone too."""
-    if not _is_hf(model):
-        return
-    paths = _paths(model, found)
-    for prefix in (f"{path}." if path else "" for path, module in model.named_modules() if _is_hf(module)):
-        if all(path.startswith(prefix) for path in paths if path):
+    paths = _paths(model, found) if _is_hf(model) else ()
+    for path, module in model.named_modules():
+        prefix = f"{path}." if path else ""
+        if any(paths) and _is_hf(module) and all(path.startswith(prefix) for path in paths if path):
             hook = KeepPlaces(tuple(path.removeprefix(prefix) for path in paths))
-            model.get_submodule(prefix.rstrip(".")).register_forward_hook(hook, with_kwargs=True)
+            module.register_forward_hook(hook, with_kwargs=True)
 
 
 def _paths(model: nn.Module, found: Survey) -> tuple[str, ...]:
     """Return the path of the attention that each map is of, as the dense model returns them; empty if of no site."""
     probe = clone(model)
     for module in probe.modules():
-        config: Any = vars(module).get("config")
-        if hasattr(config, "output_attentions"):
+        if _is_hf(module):
+            config: Any = module.config
             config._attn_implementation, config.output_attentions, config.output_hidden_states = "eager", True, True
     try:
         seen = trace(probe, found.input_size)

@@ -146,11 +146,11 @@ def require_images(model: nn.Module) -> None:
 def vision_tower_of(model: nn.Module) -> str | None:
     """Return where in a model of transformers that takes text the part is that takes images; None if there is none."""
     hf_model: Any = model
-    is_vision = _first_argument(model) == "pixel_values"
-    if not _is_hf(model) or (is_vision and "text" not in hf_model.input_modalities):
+    if not _is_hf(model):
         return None
-    parts = [path for path, part in model.named_modules() if path and _first_argument(part) == "pixel_values"]
-    return next(iter(parts), None)
+    parts = [path for path, part in model.named_modules() if _first_argument(part) == "pixel_values"]
+    takes_text = "text" in hf_model.input_modalities or "" not in parts
+    return next((path for path in parts if path), None) if takes_text else None
 
 
 def _first_argument(module: nn.Module) -> str:

@@ -159,7 +159,8 @@ class _Recorder(TorchDispatchMode):
 
 
 def _memory(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    address: int = tensor.untyped_storage()._cdata
+    return address
 
 
 def _watch(recorder: _Recorder, path: str, module: nn.Module) -> list[Any]:
@@ -224,7 +225,7 @@ def _caches(model: nn.Module) -> Iterator[_lru_cache_wrapper[Any]]:
 
     What is beside a class is what its methods see as global: its module need not be one that was imported.
     """
-    members = [vars(cls) for cls in {cls for module in model.modules() for cls in type(module).__mro__}]
+    members = [vars(cls) for cls in {type(module) for module in model.modules()}]
     methods = [value for place in members for value in place.values() if isinstance(value, FunctionType)]
     seen = {id(method.__globals__): method.__globals__ for method in methods}
     for value in [value for place in (*members, *seen.values()) for value in place.values()]:
