@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 import hetdpt
 from hetdpt.calibration import gate_fitted_
-from hetdpt.errors import ModelError
+from hetdpt.errors import ModelError, PlanError
 from hetdpt.measurement.agreement import outputs_of
+from hetdpt.surgery import drop_paths, survey_of
 
 ROUNDING = 2e-5  # of the largest output: float32 rounding of one merged matrix, through the batch norms of hybrids too
 
@@ -131,6 +132,29 @@ def test_torch_encoder_layers_are_calibrated(family: Family, removal: str | tupl
     assert distance(run(hetdpt.merge_(model), family), calibrated) < ROUNDING
     with torch.enable_grad():
         assert distance(model.train()(family.images()).flatten(), calibrated) < ROUNDING
+
+
+@pytest.mark.parametrize("family", ENCODERS[:1] + ENCODERS[3:], ids=by_label)
+def test_images_are_told_apart_whether_they_or_tokens_come_first(family: Family) -> None:
+    model, images = family.build().train(), family.images(4)
+    dense, ends = model(images), list[Tensor]()
+    with drop_paths(model, 0.5, survey_of(model, family.size)), torch.random.fork_rng():
+        torch.manual_seed(0)
+        model.encoder.layers[2].self_attn.register_forward_hook(lambda *seen: ends.append(seen[2][0]))
+        model(family.images(16))
+    is_zero = ends[0].movedim(1 - model.tokens_at, 0).flatten(1) == 0
+    assert torch.equal(is_zero.all(1), is_zero.any(1)), "a whole image or none of it"
+    assert 0 < is_zero.all(1).sum() < 16
+    for gate in hetdpt.gates_of(hetdpt.gate_(model, input_size=family.size)).values():
+        gate.trial = torch.tensor([False, True, False, False])
+        assert ((model(images) - dense).abs().amax(1) > 1e-5).tolist() == gate.trial.tolist()
+        gate.trial = None
+
+
+def test_places_are_not_fitted_where_tokens_come_first() -> None:
+    family = ENCODERS[3]
+    with pytest.raises(PlanError, match=r"attention 0 has tokens before images, \(N, B, D\)"):
+        hetdpt.calibrate_(family.build(), hetdpt.Plan((0,), removal=("position", "identity")), [family.images(2)])
 
 
 EAGER, ASKED = {"attn_implementation": "eager"}, {"output_attentions": True, "output_hidden_states": True}

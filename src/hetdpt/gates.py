@@ -106,8 +106,10 @@ class Gate(nn.Module):
     of closed layers get no gradient: pass ``find_unused_parameters=True``.
     """
 
-    def __init__(self, inner: nn.Module, removed: Removed) -> None:
+    def __init__(self, inner: nn.Module, removed: Removed, images_at: int = 0) -> None:
         super().__init__()
+        self.images_at = images_at
+        """Which axis of what the layer gives has the images, or the windows of all images."""
         self.was_inplace = bool(vars(inner).get("inplace"))
         if self.was_inplace:  # the input is needed for r(x) after the layer ran
             inner.inplace = False  # type: ignore[assignment]
@@ -146,13 +148,13 @@ class Gate(nn.Module):
         """Return which rows of ``kept`` (B, ...) or (B * windows, ...) are of images that the layer is closed for."""
         if self.trial is None or not self.training:
             return None
-        if len(kept) % len(self.trial):
+        count = kept.shape[self.images_at]
+        if count % len(self.trial):
             raise ModelError(
                 f"a layer gives {tuple(kept.shape)} for {len(self.trial)} images, which does not have the images "
                 "first, so it cannot be tried for some of them; search without trials (--no-explore)"
             )
-        rows = self.trial.to(kept.device).repeat_interleave(len(kept) // len(self.trial))
-        return rows.view(-1, *[1] * (kept.dim() - 1))
+        return per_image(self.trial.to(kept.device), kept, self.images_at)
 
 
 class Behind(nn.Module):
@@ -217,6 +219,12 @@ class StraightThrough(torch.autograd.Function):
 
 def _inner_product(a: Tensor, b: Tensor) -> Tensor:
     return torch.dot(a.flatten().float(), b.flatten().float())
+
+
+def per_image(values: Tensor, of: Tensor, images_at: int) -> Tensor:
+    """Return one value for each image (B,) so that it multiplies ``of``, which has images, or their windows, there."""
+    rows = values.repeat_interleave(of.shape[images_at] // len(values))
+    return rows.view(*[1] * images_at, -1, *[1] * (of.dim() - images_at - 1))
 
 
 def _first_tensor(values: tuple[Any, ...]) -> Tensor:

@@ -26,7 +26,7 @@ from hetdpt.adapters.preprocessing import PREPROCESSING
 from hetdpt.adapters.trace import dry_run, trace
 from hetdpt.errors import ModelError, PlanError, first_line
 from hetdpt.fold import Layer, add, fold_norm, fold_pair, is_cheaper_folded, new_layer
-from hetdpt.gates import Behind, Constant, Extras, Gate, Mapped, Pass, Removed, StreamGelu, Zero
+from hetdpt.gates import Behind, Constant, Extras, Gate, Mapped, Pass, Removed, StreamGelu, Zero, per_image
 from hetdpt.modules import clone, put_, require_takes
 from hetdpt.plan import Fit, Plan, Site
 from hetdpt.reductions import Tokens
@@ -396,7 +396,7 @@ def drop_paths(model: nn.Module, rate: float, found: Survey | None = None) -> It
         hooks.append(model.register_forward_pre_hook(drop.begin, with_kwargs=True))
         for handle in (h for h in found.handles if h.parts and h not in gone):
             end = model.get_submodule(_parts(handle).gate)
-            hooks.append(end.register_forward_hook(partial(drop, chances[handle.site.block])))
+            hooks.append(end.register_forward_hook(partial(drop, chances[handle.site.block], handle.images_at)))
     try:
         for module, chance in own:
             vars(module)["drop_prob"] = chance
@@ -416,10 +416,9 @@ class _DropPath:
     def begin(self, _: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         self.images = len(next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)))
 
-    def __call__(self, chance: float, module: nn.Module, _: Any, output: Any) -> Any:
+    def __call__(self, chance: float, images_at: int, module: nn.Module, _: Any, output: Any) -> Any:
         branch = output[0] if isinstance(output, tuple) else output  # (B, ...), or (B * windows, ...)
-        kept = F.dropout(branch.new_ones(self.images), chance, module.training)
-        kept = kept.repeat_interleave(len(branch) // self.images).view(-1, *[1] * (branch.dim() - 1))
+        kept = per_image(F.dropout(branch.new_ones(self.images), chance, module.training), branch, images_at)
         return (branch * kept, *output[1:]) if isinstance(output, tuple) else branch * kept
 
 
@@ -530,6 +529,11 @@ def why_not_removable(handle: Handle, plan: Plan) -> str | None:
         )
     if style == "drop" and handle.parts is None:
         return f"the FFN of block {handle.site.block} cannot go as a whole; use activation style 'identity'"
+    if style == "position" and handle.images_at:
+        return (
+            f"attention {handle.site.block} has tokens before images, (N, B, D), so that there is no value for each "
+            "place to be fitted; use removal style 'constant' or 'linear', or a model with batch_first=True"
+        )
     return None
 
 
@@ -702,7 +706,7 @@ def _put_gate(model: nn.Module, handle: Handle, plan: Plan) -> str:
     """
     style = plan.style_of(handle.site.kind)
     if handle.ffn and style == "calibrated":
-        return _put_gate_on_ffn(model, handle.ffn)
+        return _put_gate_on_ffn(model, handle.ffn, handle.images_at)
     if plan.is_fitted(handle.site.kind):
         path, end = _parts(handle).core, place_of(model, handle, style).target
         layout = _parts(handle).core_layout if end == path else _parts(handle).gate_layout
@@ -712,7 +716,7 @@ def _put_gate(model: nn.Module, handle: Handle, plan: Plan) -> str:
         path, removed = _stand_in(handle, plan)
         end = _parts(handle).gate if _goes_whole(handle, plan) else path
         removed = removed if end == path else Zero()
-    gate = Gate(model.get_submodule(end), removed)
+    gate = Gate(model.get_submodule(end), removed, handle.images_at)
     gate.to(next(model.parameters()).device)
     if end != path:
         is_source = isinstance(removed, Mapped)
@@ -721,12 +725,12 @@ def _put_gate(model: nn.Module, handle: Handle, plan: Plan) -> str:
     return end
 
 
-def _put_gate_on_ffn(model: nn.Module, ffn: Ffn) -> str:
+def _put_gate_on_ffn(model: nn.Module, ffn: Ffn, images_at: int) -> str:
     """Gate an FFN whose other side is one layer; closed, neither of its two layers runs, nor what is between them."""
     first, second = _layer(model.get_submodule(ffn.first)), _layer(model.get_submodule(ffn.second))
     zeros = first.weight.new_zeros(len(second.weight), first.weight.shape[1], dtype=torch.float64)
     layer = new_layer(zeros, zeros.sum(1), first.weight, isinstance(first, nn.Conv2d))
-    gate = Gate(second, Mapped(layer)).to(first.weight.device)
+    gate = Gate(second, Mapped(layer), images_at).to(first.weight.device)
     put_(model, ffn.first, Behind(first, gate, is_source=True))
     for path in (ffn.activation, *ffn.between):
         put_(model, path, Behind(model.get_submodule(path), gate))

@@ -14,7 +14,7 @@ from torch import nn
 from hetdpt.adapters.branches import ADDITIONS, Branch, Inside, Reading
 from hetdpt.adapters.ffn import ZERO_TO_ZERO, Ffn, calls_of, find_ffn, is_gated, linears_of
 from hetdpt.adapters.models import require_images, vision_tower_of
-from hetdpt.adapters.trace import Call, Ref, Trace, trace
+from hetdpt.adapters.trace import Call, Node, Ref, Trace, trace
 from hetdpt.errors import ModelError
 from hetdpt.gates import Extras, OnDemand
 from hetdpt.plan import Anatomy, Kind, Site
@@ -79,6 +79,8 @@ class Handle:
     bias: str | None = None
     """The parameter that was added to the stream right before this branch and that only this branch saw the effect of:
     what the branch adds, if it is the same for all images, may be added to it instead."""
+    images_at: int = 0
+    """Which axis of the stream has the images: 1 where tokens come first, (N, B, D)."""
 
 
 @dataclass(frozen=True)
@@ -111,6 +113,7 @@ def survey(model: nn.Module, input_size: tuple[int, int, int]) -> Survey:
     refusals: list[str] = []
     numbering = Numbering()
     branches = _elementary(reading)
+    tokens_first = _tokens_first(model, input_size, [branch.out for branch, _ in branches])
     for branch, kind in branches:
         block = numbering.block_of(branch.owner, kind)
         try:
@@ -119,7 +122,7 @@ def survey(model: nn.Module, input_size: tuple[int, int, int]) -> Survey:
         except RefusedError as why:
             refusals.append(f"{kind} in {branch.owner or 'the model'}: {why}")
         else:
-            handles.append(handle)
+            handles.append(replace(handle, images_at=int(branch.out.index in tokens_first)))
     refusals += [*_nested(reading, branches), *_stray_attention(reading, branches)]
     if not handles:
         raise ModelError(_nothing_found(model, refusals))
@@ -136,6 +139,16 @@ def _traced(model: nn.Module, input_size: tuple[int, int, int]) -> Trace:
         if tower := vision_tower_of(model):
             raise ModelError(f"{error}; it takes text too: take its vision tower, model.{tower}") from error
         raise
+
+
+def _tokens_first(model: nn.Module, input_size: tuple[int, int, int], streams: list[Node]) -> set[int]:
+    """Return which of the streams, as they are for two images, have the images behind the tokens: (N, B, D).
+
+    A third image tells them from windows of two tokens, (B * windows, 2, D).
+    """
+    likely = [node.index for node in streams if len(node.shape) == 3 and node.shape[1] == 2 != node.shape[0]]
+    nodes = trace(model, input_size, images=3).nodes if likely else []
+    return {node.index for node in nodes if node.index in likely and node.shape[1:2] == (3,)}
 
 
 def _width(reading: Reading, handle: Handle) -> int:

@@ -272,14 +272,14 @@ def _no_fast_path() -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(was_enabled)
 
 
-def trace(model: nn.Module, input_size: tuple[int, int, int]) -> Trace:
-    """Return the graph of one forward pass on two images of ``input_size`` (C, H, W)."""
+def trace(model: nn.Module, input_size: tuple[int, int, int], images: int = 2) -> Trace:
+    """Return the graph of one forward pass on so many images of ``input_size`` (C, H, W)."""
     traces = []
 
     @contextmanager
-    def record(copy: nn.Module, stand_ins: dict[str, Tensor], images: Tensor) -> Iterator[None]:
+    def record(copy: nn.Module, stand_ins: dict[str, Tensor], given: Tensor) -> Iterator[None]:
         recorder = _Recorder({id(t): name for name, t in stand_ins.items()})
-        recorder.add("image", [], [images])
+        recorder.add("image", [], [given])
         with ExitStack() as stack:
             for path, module in copy.named_modules():
                 for hook in _watch(recorder, path, module):
@@ -288,5 +288,5 @@ def trace(model: nn.Module, input_size: tuple[int, int, int]) -> Trace:
             yield
         traces.append(recorder.trace)
 
-    dry_run(model, (2, *input_size), record)
+    dry_run(model, (images, *input_size), record)
     return traces[0]
