@@ -148,8 +148,7 @@ class Gate(nn.Module):
         """Return which rows of ``kept`` (B, ...) or (B * windows, ...) are of images that the layer is closed for."""
         if self.trial is None or not self.training:
             return None
-        count = kept.shape[self.images_at]
-        if count % len(self.trial):
+        if kept.shape[self.images_at] % len(self.trial):
             raise ModelError(
                 f"a layer gives {tuple(kept.shape)} for {len(self.trial)} images, which does not have the images "
                 "first, so it cannot be tried for some of them; search without trials (--no-explore)"

@@ -102,7 +102,8 @@ def sites(model: nn.Module, input_size: InputSize | None = None) -> list[Site]:
 def gate_(model: nn.Module, plan: Plan | None = None, input_size: InputSize | None = None) -> nn.Module:
     """Put a gate on every site that the plan's removal style can remove, closed where the plan removes it.
 
-    With no plan all gates are open and the outputs are bit-equal to the ungated model's. ``restore_`` undoes it.
+    With no plan all gates are open and the outputs are bit-equal to the ungated model's, or equal up to rounding where
+    that ran on torch's fast path (``nn.TransformerEncoderLayer``). ``restore_`` undoes it.
     """
     plan = Plan() if plan is None else plan  # an empty plan is false, but its removal style counts
     if plan.is_any_fitted:
@@ -429,8 +430,8 @@ def _begin(model: nn.Module, plan: Plan, input_size: InputSize | None, is_tempor
     """
     _refuse_gated(model)
     found = survey_of(model, input_size)
-    is_of_first = plan.anatomy == found.first_anatomy
-    (replace(plan, anatomy=None) if is_of_first else plan).check(found.anatomy)
+    is_early = plan.anatomy == found.first_anatomy  # written when its width was not yet that of channels
+    (replace(plan, anatomy=None) if is_early else plan).check(found.anatomy)
     record = record_of(model) or Record(found, Plan())
     if record.tokens is not None:
         raise PlanError(
