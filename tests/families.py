@@ -29,9 +29,12 @@ class Family:
     def size(self) -> tuple[int, int, int]:
         return 3, self.side, self.side
 
+    def make(self) -> nn.Module:
+        return build(self.base)
+
     def build(self) -> nn.Module:
         """Return the model with random values in every parameter, so that no branch is zero by initialisation."""
-        model = build(self.base)
+        model = self.make()
         generator = torch.Generator().manual_seed(0)
         with torch.no_grad():
             for parameter in model.parameters():
@@ -159,6 +162,55 @@ GATED_HF = [
 ]
 
 FAMILIES = [*TIMM, *HF, *GATED_HF]
+
+
+class Encoder(nn.Module):
+    """A model of no library, around torch's own encoder, whose layers have a fast path that calls no module."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, **{"activation": nn.GELU(), **options})
+        self.embed = nn.Conv2d(3, 16, 8, 8)
+        self.encoder = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
+        self.tokens_at = 1 if layer.self_attn.batch_first else 0
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        tokens = self.embed(images).flatten(2).movedim(2, self.tokens_at)
+        return self.encoder(tokens).mean(self.tokens_at)
+
+
+class EncoderFamily(Family):
+    def make(self) -> nn.Module:
+        return Encoder(**self.base.arguments)
+
+
+class TorchvisionFamily(Family):
+    """A Swin transformer of torchvision, whose masks of shifted windows are written part by part in each pass."""
+
+    def make(self) -> nn.Module:
+        from torchvision.models import swin_transformer as swin
+
+        is_second = self.base.name.endswith("V2")
+        block = swin.SwinTransformerBlockV2 if is_second else swin.SwinTransformerBlock
+        merging = swin.PatchMergingV2 if is_second else swin.PatchMerging
+        return swin.SwinTransformer(**self.base.arguments, block=block, downsample_layer=merging, num_classes=10)
+
+
+_SHAPE = {"patch_size": [4, 4], "embed_dim": 24, "depths": [2, 2], "num_heads": [2, 4], "window_size": [4, 4]}
+TORCHVISION = [
+    TorchvisionFamily(f"torchvision {name}", Base("torchvision", name, _SHAPE), 64, 4, 4) for name in ("Swin", "SwinV2")
+]
+
+ENCODERS = [
+    EncoderFamily(f"torch {label}", Base("torch", "TransformerEncoder", options), 32, 3, activation)
+    for label, activation, options in [
+        ("images first", 3, {"batch_first": True, "norm_first": True}),
+        ("images first, norms last", 3, {"batch_first": True}),
+        ("images first, activation a function", 0, {"batch_first": True, "activation": "gelu"}),
+        ("tokens first", 3, {"norm_first": True}),
+        ("tokens first, norms last", 3, {}),
+    ]
+]
 LARGE = [  # that cannot be cut down
     "volo_d1_224",
     "crossvit_tiny_240",

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import timm
 import torch
+import transformers
 from families import VIT, named
 from torch import Tensor, nn
 
 import hetdpt
 from hetdpt.adapters.anatomy import survey
-from hetdpt.errors import ModelError
+from hetdpt.errors import ModelError, PlanError
+from hetdpt.files import read_sealed_json, write_sealed_json
 
 
 class Toy(nn.Module):
@@ -130,6 +135,169 @@ def test_what_cannot_be_known_without_running_is_refused() -> None:
     assert "also returns 0.25, which cannot be known without running it" in survey(Told(), SIZE).refusals[0]
 
 
+SOURCE = """
+from functools import lru_cache
+import torch
+from torch import nn
+
+@lru_cache
+def positions(count: int) -> torch.Tensor:
+    return torch.arange(count) / count
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
+        self.ffn = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
+
+    def forward(self, x):
+        x = x + self.attention(x, x, x, need_weights=False)[0]
+        return x + self.ffn(x)
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Conv2d(3, 16, 8, 8)
+        self.blocks = nn.Sequential(Block(), Block())
+
+    def forward(self, images):
+        tokens = self.embed(images).flatten(2).mT
+        return self.blocks(tokens + positions(tokens.shape[1])[:, None]).mean(1)
+"""
+
+
+@pytest.mark.parametrize("way", ["file", "exec"])
+def test_a_class_whose_module_was_not_imported(way: str, tmp_path: Path) -> None:
+    if way == "file":
+        (tmp_path / "mymodel.py").write_text(SOURCE)
+        spec = importlib.util.spec_from_file_location("mymodel", tmp_path / "mymodel.py")
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        names = vars(module)
+    else:
+        names = {"__name__": "mymodel"}
+        exec(SOURCE, names)
+    model = names["Model"]().eval()
+    assert len(hetdpt.sites(model, SIZE)) == 4
+    assert names["positions"].cache_info().currsize == 0  # no fake tensor stays in it
+    check_contract(model, hetdpt.Plan((0,), (1,)))
+
+
+class Failing(Toy):
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self.error = error
+
+    def forward(self, images: Tensor) -> Tensor:
+        raise self.error
+
+
+@pytest.mark.parametrize(
+    ("error", "sentence"),
+    [
+        (AssertionError("expected 48"), "Failing does not take images of 3 x 32 x 32: expected 48; if they should be"),
+        (
+            KeyError("mymodel"),
+            "expected to run as model.images., but fails on images of 3 x 32 x 32 with KeyError: 'my",
+        ),
+        (TypeError("missing mask"), "but fails on images of 3 x 32 x 32 with TypeError: missing mask"),
+        (ModelError("own words"), "^own words$"),
+    ],
+)
+def test_not_every_failure_is_a_wrong_size(error: Exception, sentence: str) -> None:
+    with pytest.raises(ModelError, match=sentence):
+        hetdpt.sites(Failing(error), SIZE)
+
+
+class Choosing(Toy):
+    """How many tokens there are depends on their values."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        tokens = self.embed(images).flatten(2).mT
+        kept = tokens[:, (tokens[0, :, 0] < torch.inf).nonzero().flatten()]
+        for block in self.blocks:
+            kept = block(kept)
+        return kept.mean(1)
+
+
+def test_a_model_that_needs_values_is_run_on_some() -> None:
+    assert len(hetdpt.sites(Choosing(), SIZE)) == 4
+
+
+def test_a_model_that_keeps_a_value_of_a_pass_with_gradients() -> None:
+    family = named("levit_128s")  # it keeps its attention biases between calls
+    model = family.build()
+    model(family.images())
+    assert len(hetdpt.sites(model, family.size)) == family.attention
+
+
+TEXT = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32, "vocab_size": 9}
+VISION = {**TEXT, "image_size": 32, "patch_size": 8}
+BOTH = {"text_config": {**TEXT, "model_type": "llama"}, "vision_config": {**VISION, "model_type": "clip_vision_model"}}
+SOUND = {"num_hidden_layers": 1, "conv_dim": [8], "conv_kernel": [4], "conv_stride": [2], "num_feat_extract_layers": 1}
+
+
+def _hf(name: str, arguments: dict) -> nn.Module:
+    model_class = getattr(transformers, name)
+    return model_class(model_class.config_class(**arguments))
+
+
+@pytest.mark.parametrize("size", [None, SIZE])
+@pytest.mark.parametrize(
+    ("name", "arguments", "given"),
+    [
+        ("BertModel", TEXT, "input_ids"),
+        ("CLIPTextModel", TEXT, "input_ids"),
+        ("Wav2Vec2Model", {**TEXT, **SOUND}, "input_values"),
+        ("VideoMAEModel", VISION, "video"),
+    ],
+)
+def test_models_of_text_sound_and_video(name: str, arguments: dict, given: str, size: tuple[int, int, int]) -> None:
+    with pytest.raises(ModelError, match=f"{name} is not an image model: it takes {given}"):
+        hetdpt.sites(_hf(name, arguments), size)
+
+
+@pytest.mark.parametrize("size", [None, SIZE])
+@pytest.mark.parametrize(
+    ("name", "arguments", "tower"),
+    [
+        ("CLIPModel", {"text_config": TEXT, "vision_config": VISION}, "vision_model"),
+        ("SiglipModel", {"text_config": TEXT, "vision_config": VISION}, "vision_model"),
+        ("AltCLIPModel", {"text_config": TEXT, "vision_config": VISION}, "vision_model"),
+        ("ChineseCLIPModel", {"text_config": TEXT, "vision_config": VISION}, "vision_model"),
+        ("BlipModel", {"text_config": TEXT, "vision_config": VISION}, "vision_model"),
+        ("BlipForConditionalGeneration", {"text_config": TEXT, "vision_config": VISION}, "vision_model"),
+        ("OwlViTForObjectDetection", {"text_config": TEXT, "vision_config": VISION}, "owlvit.vision_model"),
+        ("LlavaForConditionalGeneration", BOTH, "model.vision_tower"),
+    ],
+)
+def test_the_vision_tower_is_named_and_will_do(
+    name: str, arguments: dict, tower: str, size: tuple[int, int, int] | None
+) -> None:
+    model = _hf(name, arguments)
+    with pytest.raises(ModelError, match=rf"{name} .*take its vision tower[:,] model\.{tower}$"):
+        hetdpt.sites(model, size)
+    kinds = [site.kind for site in hetdpt.sites(model.get_submodule(tower), SIZE)]
+    assert set(kinds) == {"attention", "activation"}
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("hf:bert", "BertModel is not an image model"),
+        ("hf:wav2vec2", "Wav2Vec2Model is not an image model"),
+    ],
+)
+def test_names_of_models_that_take_no_images(name: str, sentence: str) -> None:
+    with pytest.raises(ModelError, match=sentence):
+        hetdpt.create(name, is_empty=True)
+
+
+@pytest.mark.parametrize("name", ["clip", "siglip", "altclip", "chinese_clip", "blip", "owlvit", "llava"])
+def test_names_of_models_with_a_vision_tower_make_the_tower(name: str) -> None:
+    assert type(hetdpt.create(f"hf:{name}", is_empty=True)).__name__.endswith("VisionModel")
+
+
 def test_a_model_that_does_not_say_its_image_size() -> None:
     with pytest.raises(ModelError, match="Toy does not say its image size, as a vision model would"):
         hetdpt.sites(Toy())
@@ -148,6 +316,26 @@ def test_a_sum_into_the_branch_is_refused() -> None:
     found = survey(InPlace(SCALES["layer scale"]), SIZE)
     assert found.anatomy.attention == ()
     assert "the stream is added into its output in place" in found.refusals[0]
+
+
+class Padded(nn.Module):
+    """Torch's encoder with a mask for tokens that are padding."""
+
+    def __init__(self, **options: bool) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(16, 2, 32, activation=nn.GELU(), batch_first=True)
+        self.embed, self.encoder = nn.Conv2d(3, 16, 8, 8), nn.TransformerEncoder(layer, 2, **options)
+
+    def forward(self, images: Tensor) -> Tensor:
+        tokens = self.embed(images).flatten(2).mT
+        padding = torch.arange(tokens.shape[1]).expand(tokens.shape[:2]) > 12
+        return self.encoder(tokens, src_key_padding_mask=padding).mean(1)
+
+
+def test_layers_that_get_nested_tensors_are_not_offered() -> None:
+    with pytest.raises(ModelError, match="nested tensors; build nn.TransformerEncoder with enable_nested_tensor=False"):
+        hetdpt.sites(Padded().eval(), SIZE)
+    check_contract(Padded(enable_nested_tensor=False).eval(), hetdpt.Plan((0, 1), (0, 1)))
 
 
 def test_a_model_of_no_library_is_found_by_its_structure() -> None:
@@ -239,6 +427,46 @@ def test_training_mode_and_device_do_not_matter(model: nn.Module) -> None:
     assert model.training
     assert hetdpt.sites(model.half()) == expected
     assert hetdpt.sites(model.to("meta")) == expected
+
+
+MAPS = {  # models whose attention works on maps (C, H, W), and their channels in the end
+    "efficientvit_b0": 128,
+    "levit_conv_128s": 384,
+    "shvit_s1": 320,
+    "efficientformerv2_s0": 176,
+    "mobilenetv4_hybrid_medium": 256,
+    "iformer_t": 256,
+    "efficientvit_m0": 192,
+}
+
+
+@pytest.mark.parametrize("name", MAPS)
+def test_width_is_of_channels_whatever_the_size_of_images(name: str) -> None:
+    small, large = ((3, side, side) for side in (224, 256))
+    model = hetdpt.create(name, is_empty=True)
+    anatomy = survey(model, small).anatomy
+    assert anatomy.width == MAPS[name]
+    if name in ("efficientformerv2_s0", "levit_conv_128s", "efficientvit_m0"):  # they take the size they are built for
+        model = hetdpt.create(name, img_size=256, is_empty=True)
+    plan = hetdpt.Plan(anatomy.attention[:1], anatomy=anatomy)
+    assert len(hetdpt.sites(hetdpt.prune_(model, plan, large))) == len(anatomy.attention) + len(anatomy.activation) - 1
+
+
+def test_plans_with_the_side_of_a_map_for_a_width_are_still_accepted(tmp_path: Path) -> None:
+    """As they were written before 0.2, also in saved models."""
+    family = named("efficientvit_b0")
+    model = family.build()
+    plan = family.plan(hetdpt.sites(model, family.size))
+    written = replace(plan, anatomy=replace(survey(model, family.size).anatomy, width=2))
+    assert hetdpt.prune_(model, written, family.size)
+    recipe = hetdpt.save(model, tmp_path / "saved") / "hetdpt.json"
+    values = read_sealed_json(recipe)
+    assert values["plan"]["anatomy"]["width"] == 128
+    values["plan"]["anatomy"]["width"] = 2
+    write_sealed_json(recipe, values)
+    assert hetdpt.sites(hetdpt.load(recipe.parent)) == hetdpt.sites(model)
+    with pytest.raises(PlanError, match="made for a model with .* blocks of width 7"):
+        hetdpt.prune_(family.build(), replace(plan, anatomy=replace(written.anatomy, width=7)), family.size)
 
 
 def test_blocks_are_numbered_as_the_model_counts_them() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from dataclasses import asdict
 from pathlib import Path
@@ -16,7 +17,13 @@ from PIL import Image
 from torch import nn
 
 from hetdpt.adapters.models import create, num_classes_of
-from hetdpt.adapters.preprocessing import PREPROCESSING, Preprocessing, preprocessing_of
+from hetdpt.adapters.preprocessing import (
+    PREPROCESSING,
+    Preprocessing,
+    _default_processor,
+    _of_processor,
+    preprocessing_of,
+)
 from hetdpt.data.augmentation import evaluation_transform
 from hetdpt.errors import ModelError
 
@@ -74,6 +81,15 @@ def test_transforms_equal_the_image_processors_of_transformers(name: str, proces
     theirs = torch.as_tensor(getattr(transformers, processor)()(photo())["pixel_values"][0])
     # Both resize with PIL; a crop may begin one pixel later, which moves this smooth image by less than 0.05.
     assert (ours - theirs).abs().max() < 0.05
+
+
+PROCESSORS = transformers.models.auto.image_processing_auto.IMAGE_PROCESSOR_MAPPING_NAMES
+
+
+def test_every_image_processor_is_understood_or_refused() -> None:
+    for kind in PROCESSORS.keys() - {"timm_wrapper"}:  # which has no default
+        with contextlib.suppress(ModelError):
+            assert _of_processor(_default_processor(transformers, kind)(), (3, 64, 64)).input_size == (3, 64, 64)
 
 
 def test_the_processor_beside_the_weights_comes_first(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from families import named
 from torch import Tensor, nn
 
 import hetdpt
+from hetdpt.adapters.models import Base, build
 from hetdpt.adapters.preprocessing import preprocessing_of
 from hetdpt.errors import FileError, HetDPTError, ModelError
 from hetdpt.files import read_sealed_json, write_sealed_json
@@ -28,6 +29,24 @@ def saved(model: nn.Module, tmp_path: Path) -> Path:
 def run(model: nn.Module, images: Tensor) -> Tensor:
     with torch.no_grad():
         return model(images)
+
+
+def test_a_model_whose_images_are_not_resized_is_saved_without_preprocessing(tmp_path: Path) -> None:
+    sizes = {
+        "image_size": 16,
+        "patch_size": 1,
+        "embed_dim": 12,
+        "depths": [1, 1],
+        "num_heads": [2, 2],
+        "window_size": 8,
+    }
+    model = build(Base("transformers", "Swin2SRForImageSuperResolution", sizes))
+    hetdpt.prune_(model, PLAN)
+    with pytest.raises(ModelError, match="Swin2SRImageProcessorPil does not resize all images to one size"):
+        preprocessing_of(model)
+    loaded = hetdpt.load(hetdpt.save(model, tmp_path / "saved"))
+    images = torch.randn(1, 3, 16, 16)
+    assert torch.equal(run(loaded, images).reconstruction, run(model, images).reconstruction)
 
 
 @pytest.mark.parametrize("state", ["dense", "pruned", "merged", "norms folded", "half", "authors"])

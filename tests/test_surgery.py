@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -14,10 +15,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import hetdpt
+from hetdpt.calibration import gate_fitted_
 from hetdpt.errors import ModelError, PlanError
 from hetdpt.measurement.agreement import relative_difference
 from hetdpt.modules import clone
 from hetdpt.plan import Plan
+from hetdpt.surgery import drop_paths
 
 PLAN = Plan(attention=(0, 2), activation=(1, 2))
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}  # one float32 rounding of a merged matrix
@@ -136,6 +139,45 @@ def test_a_gated_model_still_knows_its_sites(model: nn.Module) -> None:
     expected = hetdpt.sites(model)
     assert hetdpt.sites(hetdpt.gate_(model, PLAN)) == expected
     assert hetdpt.sites(hetdpt.restore_(model)) == expected
+
+
+@pytest.mark.parametrize("label", ["levit_128s", "coat_lite_tiny"])
+@pytest.mark.parametrize("is_training", [True, False])
+def test_norms_in_a_mode_of_their_own_stay_in_it(label: str, is_training: bool) -> None:
+    family = named(label)
+    model, images = family.build().train(is_training), [family.images(4)]
+    norms = nn.BatchNorm1d, nn.BatchNorm2d, nn.LayerNorm
+    for module in model.modules():
+        module.training = is_training != isinstance(module, norms)
+    plan = family.plan(hetdpt.sites(model, family.size))
+    fitted = replace(plan, removal="calibrated")
+    for change in (
+        lambda changed: hetdpt.gate_(changed, plan, family.size),
+        lambda changed: hetdpt.restore_(hetdpt.gate_(changed, plan, family.size)),
+        lambda changed: gate_fitted_(changed, fitted, images),
+        lambda changed: hetdpt.restore_(gate_fitted_(changed, fitted, images)),
+        lambda changed: hetdpt.prune_(changed, plan, family.size),
+        lambda changed: hetdpt.merge_(hetdpt.prune_(changed, plan, family.size), fold_norms=True),
+        lambda changed: hetdpt.merge_(hetdpt.calibrate_(changed, fitted, images)),
+    ):
+        changed = deepcopy(model)
+        modes = {module: module.training for module in changed.modules()}
+        assert all(module.training == modes.get(module, module.training) for module in change(changed).modules())
+
+
+@pytest.mark.parametrize("label", ["hf ViTForImageClassification", "hf SwinForImageClassification"])
+def test_drop_paths_takes_images_by_name(label: str) -> None:
+    family = named(label)
+    model, answers = family.build().train(), []
+    for arguments in ({"pixel_values": family.images()}, {"labels": None, "pixel_values": family.images()}):
+        with drop_paths(model, 0.5), torch.random.fork_rng():
+            torch.manual_seed(0)
+            answers.append(model(**arguments).logits)
+    with drop_paths(model, 0.5), torch.random.fork_rng():
+        torch.manual_seed(0)
+        answers.append(model(family.images()).logits)
+    assert torch.equal(answers[0], answers[1])
+    assert torch.equal(answers[0], answers[2])
 
 
 def test_in_place_activations_keep_their_importance() -> None:

@@ -299,6 +299,7 @@ class _Sums:
         self.site, self.style, self.before = handle.site, style, before
         place = place_of(model, handle, style)
         self.place = place if is_scaled else replace(place, scales=())
+        self.images_at = handle.images_at
         self.is_linear = style in ("linear", "calibrated")
         self.folds: list[Any] = []
         self.floor = 0.0
@@ -310,7 +311,7 @@ class _Sums:
 
     def tokens(self, values: Tensor, images: int) -> Tensor:
         """Return ``values`` as (images, places, channels); windows of an image count as its places."""
-        values = values.movedim(self.place.axis, -1)
+        values = values.movedim(self.place.axis, -1).movedim(self.images_at, 0)
         return values.reshape(images, -1, values.shape[-1])
 
     def output(self, model: nn.Module, output: Any) -> Tensor:

@@ -6,6 +6,7 @@ Eq. 1 and 6). No architecture and no budget is known here.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,13 +14,21 @@ from torch import Tensor, nn
 
 from hetdpt.errors import ModelError
 
-Extras = tuple[int | None, ...] | None
+
+@dataclass(frozen=True)
+class OnDemand:
+    """None where the argument of that number is true, and nothing otherwise."""
+
+    number: int
+
+
+Extras = tuple[int | OnDemand | None, ...] | None
 
 
 class Removed(nn.Module):
     """Stands where a layer was: takes any arguments and returns what the layer did, a tensor or a tuple.
 
-    ``extras`` say what follows the tensor in that tuple: an argument by its number, or None.
+    ``extras`` say what follows the tensor in that tuple: an argument by its number, or None, always or on demand.
     """
 
     def __init__(self, extras: Extras = None) -> None:
@@ -34,7 +43,8 @@ class Removed(nn.Module):
         y = self.replace(_first_tensor(given))
         if self.extras is None:
             return y
-        return y, *(None if number is None else given[number] for number in self.extras)
+        extras = [extra for extra in self.extras if not isinstance(extra, OnDemand) or given[extra.number]]
+        return y, *(given[extra] if isinstance(extra, int) else None for extra in extras)
 
 
 class Pass(Removed):
@@ -96,8 +106,10 @@ class Gate(nn.Module):
     of closed layers get no gradient: pass ``find_unused_parameters=True``.
     """
 
-    def __init__(self, inner: nn.Module, removed: Removed) -> None:
+    def __init__(self, inner: nn.Module, removed: Removed, images_at: int = 0) -> None:
         super().__init__()
+        self.images_at = images_at
+        """Which axis of what the layer gives has the images, or the windows of all images."""
         self.was_inplace = bool(vars(inner).get("inplace"))
         if self.was_inplace:  # the input is needed for r(x) after the layer ran
             inner.inplace = False  # type: ignore[assignment]
@@ -136,13 +148,12 @@ class Gate(nn.Module):
         """Return which rows of ``kept`` (B, ...) or (B * windows, ...) are of images that the layer is closed for."""
         if self.trial is None or not self.training:
             return None
-        if len(kept) % len(self.trial):
+        if kept.shape[self.images_at] % len(self.trial):
             raise ModelError(
                 f"a layer gives {tuple(kept.shape)} for {len(self.trial)} images, which does not have the images "
                 "first, so it cannot be tried for some of them; search without trials (--no-explore)"
             )
-        rows = self.trial.to(kept.device).repeat_interleave(len(kept) // len(self.trial))
-        return rows.view(-1, *[1] * (kept.dim() - 1))
+        return per_image(self.trial.to(kept.device), kept, self.images_at)
 
 
 class Behind(nn.Module):
@@ -169,6 +180,13 @@ class Behind(nn.Module):
     def release(self) -> nn.Module:
         """Return the layer as it was before."""
         return self.inner
+
+
+def is_removed(module: nn.Module) -> bool:
+    """Whether what stands at the place of a layer keeps it from running."""
+    if isinstance(module, Behind):
+        return is_removed(module.gates[0])
+    return not module.is_open if isinstance(module, Gate) else isinstance(module, Removed)
 
 
 class StraightThrough(torch.autograd.Function):
@@ -200,6 +218,12 @@ class StraightThrough(torch.autograd.Function):
 
 def _inner_product(a: Tensor, b: Tensor) -> Tensor:
     return torch.dot(a.flatten().float(), b.flatten().float())
+
+
+def per_image(values: Tensor, of: Tensor, images_at: int) -> Tensor:
+    """Return one value for each image (B,) so that it multiplies ``of``, which has images, or their windows, there."""
+    rows = values.repeat_interleave(of.shape[images_at] // len(values))
+    return rows.view(*[1] * images_at, -1, *[1] * (of.dim() - images_at - 1))
 
 
 def _first_tensor(values: tuple[Any, ...]) -> Tensor:

@@ -1,4 +1,4 @@
-"""What is done with any torch module: copies around the same weights, eval mode for a while, checksums, a device.
+"""What is done with any torch module: copies around the same weights, replacements, eval mode for a while, a device.
 
 No model, site or stage is known here: whoever needs the images says what for.
 """
@@ -9,11 +9,16 @@ import hashlib
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from hetdpt.errors import DataError, DeviceError, ModelError, first_line
+
+WRONG_SIZE = (RuntimeError, ValueError, AssertionError, IndexError)
+"""What torch, timm and transformers raise on images of a size that a model does not take."""
 
 
 def clone(model: nn.Module) -> nn.Module:
@@ -21,8 +26,34 @@ def clone(model: nn.Module) -> nn.Module:
 
     Replacing a module of the copy leaves the model alone; training the copy trains the model.
     """
-    tensors = (*model.parameters(), *model.buffers())
+    held = tree_leaves([list(vars(module).values()) for module in model.modules()])
+    kept = [value for value in held if isinstance(value, Tensor) and not value.is_leaf]  # of a pass with gradients
+    tensors = (*model.parameters(), *model.buffers(), *kept)
     return deepcopy(model, {id(tensor): tensor for tensor in tensors})
+
+
+def put_(model: nn.Module, path: str, module: nn.Module) -> None:
+    """Replace the module at ``path`` by ``module``, of which all that is new takes the mode of the one replaced.
+
+    In eval mode without gradients, ``nn.TransformerEncoderLayer`` computes with the weights of its modules and calls
+    none of them (torch's fast path), unless one of them has a hook. So what is put into such a layer gets a hook, and
+    in place of its attention the attributes that the layer reads before it looks for hooks.
+    """
+    before = model.get_submodule(path)
+    kept = {*before.modules()}
+    for part in module.modules():
+        if part not in kept:
+            part.training = before.training
+    model.set_submodule(path, module)
+    parent = model.get_submodule(path.rpartition(".")[0])
+    if isinstance(parent, nn.TransformerEncoderLayer | nn.TransformerDecoderLayer):
+        if "batch_first" in vars(before):
+            vars(module).update(batch_first=vars(before)["batch_first"], in_proj_bias=None)
+        module.register_forward_pre_hook(_no_fast_path)
+
+
+def _no_fast_path(_: nn.Module, __: Any) -> None:
+    """Do nothing; torch leaves its fast path for any hook."""
 
 
 @contextmanager
@@ -99,7 +130,7 @@ def require_takes(model: nn.Module, images: Tensor) -> None:
     """Try ``model`` on the first of ``images`` (B, C, H, W); ``DataError`` where it does not take them."""
     try:
         model(images[:1])
-    except Exception as error:  # whatever a model raises on images it does not take
+    except WRONG_SIZE as error:
         raise DataError(
             f"{type(model).__name__} does not take images of {_size(images)}: {first_line(error)}; "
             "prepare them in the size the model is made for"

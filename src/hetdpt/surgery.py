@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from torch.utils.hooks import RemovableHandle
 
 from hetdpt.adapters.anatomy import Handle, Layout, Parts, Survey, survey
+from hetdpt.adapters.attentions import keep_places_
 from hetdpt.adapters.branches import MULTIPLICATIONS
 from hetdpt.adapters.ffn import Ffn
 from hetdpt.adapters.models import input_size_of, set_size_
@@ -25,8 +26,8 @@ from hetdpt.adapters.preprocessing import PREPROCESSING
 from hetdpt.adapters.trace import dry_run, trace
 from hetdpt.errors import ModelError, PlanError, first_line
 from hetdpt.fold import Layer, add, fold_norm, fold_pair, is_cheaper_folded, new_layer
-from hetdpt.gates import Behind, Constant, Extras, Gate, Mapped, Pass, Removed, StreamGelu, Zero
-from hetdpt.modules import clone, require_takes
+from hetdpt.gates import Behind, Constant, Extras, Gate, Mapped, Pass, Removed, StreamGelu, Zero, per_image
+from hetdpt.modules import clone, put_, require_takes
 from hetdpt.plan import Fit, Plan, Site
 from hetdpt.reductions import Tokens
 
@@ -101,7 +102,8 @@ def sites(model: nn.Module, input_size: InputSize | None = None) -> list[Site]:
 def gate_(model: nn.Module, plan: Plan | None = None, input_size: InputSize | None = None) -> nn.Module:
     """Put a gate on every site that the plan's removal style can remove, closed where the plan removes it.
 
-    With no plan all gates are open and the outputs are bit-equal to the ungated model's. ``restore_`` undoes it.
+    With no plan all gates are open and the outputs are bit-equal to the ungated model's, or equal up to rounding where
+    that ran on torch's fast path (``nn.TransformerEncoderLayer``). ``restore_`` undoes it.
     """
     plan = Plan() if plan is None else plan  # an empty plan is false, but its removal style counts
     if plan.is_any_fitted:
@@ -121,6 +123,8 @@ def place_gates_(
     gated = [h for h in left if plan.removes(h.site) or why_not_removable(h, plan) is None]
     _require(gated, plan)
     owners = _stream_owners(gated) if plan.removal == "authors" else {}
+    if record_of(model) is None:
+        keep_places_(model, record.survey)
     paths = {handle.site: _put_gate(model, handle, plan) for handle in gated}
     vars(model)[RECORD] = replace(record, gates=tuple(paths.items()))
     gates = gates_by_site(model)
@@ -136,7 +140,7 @@ def restore_(model: nn.Module) -> nn.Module:
     """Take all gates off again: the very modules that were there before, so outputs are bit-equal."""
     wrapped = [(path, m) for path, m in model.named_modules() if isinstance(m, Gate | Behind)]
     for path, wrapper in sorted(wrapped, key=lambda pair: -len(pair[0])):
-        _put(model, path, wrapper.release())
+        model.set_submodule(path, wrapper.release())
     for module in model.modules():
         for number, hook in list(module._forward_hooks.items()):
             if isinstance(hook, StreamGelu) and hook.gates:
@@ -195,6 +199,8 @@ def place_(model: nn.Module, plan: Plan, input_size: InputSize | None = None) ->
     )
     gone = [h for h in record.survey.handles if whole.removes(h.site)]
     owners = _stream_owners(gone) if plan.removal == "authors" else {}
+    if record_of(model) is None:
+        keep_places_(model, record.survey)
     for handle in going:
         _remove(model, handle, plan)
     for block in {handle.site.block for handle in going} & owners.keys():
@@ -388,10 +394,10 @@ def drop_paths(model: nn.Module, rate: float, found: Survey | None = None) -> It
     drop = _DropPath()
     hooks: list[RemovableHandle] = []
     if rate and not own:
-        hooks.append(model.register_forward_pre_hook(drop.begin))
+        hooks.append(model.register_forward_pre_hook(drop.begin, with_kwargs=True))
         for handle in (h for h in found.handles if h.parts and h not in gone):
             end = model.get_submodule(_parts(handle).gate)
-            hooks.append(end.register_forward_hook(partial(drop, chances[handle.site.block])))
+            hooks.append(end.register_forward_hook(partial(drop, chances[handle.site.block], handle.images_at)))
     try:
         for module, chance in own:
             vars(module)["drop_prob"] = chance
@@ -408,13 +414,12 @@ class _DropPath:
 
     images = 1
 
-    def begin(self, _: nn.Module, args: Any) -> None:
-        self.images = len(args[0])
+    def begin(self, _: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        self.images = len(next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)))
 
-    def __call__(self, chance: float, module: nn.Module, _: Any, output: Any) -> Any:
+    def __call__(self, chance: float, images_at: int, module: nn.Module, _: Any, output: Any) -> Any:
         branch = output[0] if isinstance(output, tuple) else output  # (B, ...), or (B * windows, ...)
-        kept = F.dropout(branch.new_ones(self.images), chance, module.training)
-        kept = kept.repeat_interleave(len(branch) // self.images).view(-1, *[1] * (branch.dim() - 1))
+        kept = per_image(F.dropout(branch.new_ones(self.images), chance, module.training), branch, images_at)
         return (branch * kept, *output[1:]) if isinstance(output, tuple) else branch * kept
 
 
@@ -425,7 +430,8 @@ def _begin(model: nn.Module, plan: Plan, input_size: InputSize | None, is_tempor
     """
     _refuse_gated(model)
     found = survey_of(model, input_size)
-    plan.check(found.anatomy)
+    is_early = plan.anatomy == found.first_anatomy  # written when its width was not yet that of channels
+    (replace(plan, anatomy=None) if is_early else plan).check(found.anatomy)
     record = record_of(model) or Record(found, Plan())
     if record.tokens is not None:
         raise PlanError(
@@ -458,9 +464,9 @@ def _layer(module: nn.Module) -> Layer:
 def _merge_ffn(model: nn.Module, ffn: Ffn) -> None:
     first, second = _layer(model.get_submodule(ffn.first)), _layer(model.get_submodule(ffn.second))
     scale = model.get_parameter(ffn.scale) if ffn.scale else None
-    _put(model, ffn.first, fold_pair(first, second, scale))
+    put_(model, ffn.first, fold_pair(first, second, scale))
     for path in (ffn.activation, *ffn.between, ffn.second):
-        _put(model, path, Pass())
+        put_(model, path, Pass())
     if ffn.scale:
         _neutralise(model, ffn.scale)
 
@@ -470,7 +476,7 @@ def _fold_norm(model: nn.Module, ffn: Ffn) -> None:
     norm = model.get_submodule(ffn.norm)
     assert isinstance(norm, nn.LayerNorm)
     if norm.elementwise_affine:
-        _put(model, ffn.first, fold_norm(norm, _layer(model.get_submodule(ffn.first))))
+        put_(model, ffn.first, fold_norm(norm, _layer(model.get_submodule(ffn.first))))
         norm.weight = norm.bias = None  # type: ignore[assignment]
         norm.elementwise_affine = False
 
@@ -493,7 +499,7 @@ def _fold_constant(model: nn.Module, handle: Handle, record: Record) -> bool:
     path, _, leaf = name.rpartition(".")
     total = nn.Parameter(add(bias, value), requires_grad=bias.requires_grad)
     model.get_submodule(path).register_parameter(leaf, total)
-    _put(model, _parts(handle).core, Zero(constant.extras))
+    put_(model, _parts(handle).core, Zero(constant.extras))
     return True
 
 
@@ -524,6 +530,11 @@ def why_not_removable(handle: Handle, plan: Plan) -> str | None:
         )
     if style == "drop" and handle.parts is None:
         return f"the FFN of block {handle.site.block} cannot go as a whole; use activation style 'identity'"
+    if style == "position" and handle.images_at:
+        return (
+            f"attention {handle.site.block} has tokens before images, (N, B, D), so that there is no value for each "
+            "place to be fitted; use removal style 'constant' or 'linear', or a model with batch_first=True"
+        )
     return None
 
 
@@ -651,13 +662,13 @@ def _remove(model: nn.Module, handle: Handle, plan: Plan) -> None:
     if is_fitted and handle.ffn:
         return _put_single(model, handle.ffn)
     is_at_end = not is_fitted or place_of(model, handle, plan.style_of(handle.site.kind)).target == _parts(handle).gate
-    _put(model, *(_fitted(model, handle, plan) if is_fitted else _stand_in(handle, plan)))
+    put_(model, *(_fitted(model, handle, plan) if is_fitted else _stand_in(handle, plan)))
     if _is_idle(handle, plan):
         for path in _parts(handle).entry:
-            _put(model, path, Pass())
+            put_(model, path, Pass())
     if (is_fitted or _goes_whole(handle, plan)) and is_at_end:
         for path in _parts(handle).exits:
-            _put(model, path, Pass())
+            put_(model, path, Pass())
         kept = () if _is_idle(handle, plan) else _parts(handle).early  # a map was fitted to what they give
         for name in (name for name in _parts(handle).parameters if name not in kept):
             _neutralise(model, name)
@@ -696,7 +707,7 @@ def _put_gate(model: nn.Module, handle: Handle, plan: Plan) -> str:
     """
     style = plan.style_of(handle.site.kind)
     if handle.ffn and style == "calibrated":
-        return _put_gate_on_ffn(model, handle.ffn)
+        return _put_gate_on_ffn(model, handle.ffn, handle.images_at)
     if plan.is_fitted(handle.site.kind):
         path, end = _parts(handle).core, place_of(model, handle, style).target
         layout = _parts(handle).core_layout if end == path else _parts(handle).gate_layout
@@ -706,25 +717,25 @@ def _put_gate(model: nn.Module, handle: Handle, plan: Plan) -> str:
         path, removed = _stand_in(handle, plan)
         end = _parts(handle).gate if _goes_whole(handle, plan) else path
         removed = removed if end == path else Zero()
-    gate = Gate(model.get_submodule(end), removed)
+    gate = Gate(model.get_submodule(end), removed, handle.images_at)
     gate.to(next(model.parameters()).device)
     if end != path:
         is_source = isinstance(removed, Mapped)
-        _put(model, path, Behind(model.get_submodule(path), gate, _parts(handle).extras, is_source))
-    _put(model, end, gate)
+        put_(model, path, Behind(model.get_submodule(path), gate, _parts(handle).extras, is_source))
+    put_(model, end, gate)
     return end
 
 
-def _put_gate_on_ffn(model: nn.Module, ffn: Ffn) -> str:
+def _put_gate_on_ffn(model: nn.Module, ffn: Ffn, images_at: int) -> str:
     """Gate an FFN whose other side is one layer; closed, neither of its two layers runs, nor what is between them."""
     first, second = _layer(model.get_submodule(ffn.first)), _layer(model.get_submodule(ffn.second))
     zeros = first.weight.new_zeros(len(second.weight), first.weight.shape[1], dtype=torch.float64)
     layer = new_layer(zeros, zeros.sum(1), first.weight, isinstance(first, nn.Conv2d))
-    gate = Gate(second, Mapped(layer)).to(first.weight.device)
-    _put(model, ffn.first, Behind(first, gate, is_source=True))
+    gate = Gate(second, Mapped(layer), images_at).to(first.weight.device)
+    put_(model, ffn.first, Behind(first, gate, is_source=True))
     for path in (ffn.activation, *ffn.between):
-        _put(model, path, Behind(model.get_submodule(path), gate))
-    _put(model, ffn.second, gate)
+        put_(model, path, Behind(model.get_submodule(path), gate))
+    put_(model, ffn.second, gate)
     return ffn.second
 
 
@@ -753,17 +764,12 @@ def _refuse_gated(model: nn.Module) -> None:
         raise PlanError("this model has gates on its layers; call restore_(model) first")
 
 
-def _put(model: nn.Module, path: str, module: nn.Module) -> None:
-    module.train(model.get_submodule(path).training)
-    model.set_submodule(path, module)
-
-
 def _neutralise(model: nn.Module, name: str) -> None:
     """Put a plain 1 in place of a LayerScale parameter; a LayerScale module of its own becomes a pass."""
     path, _, leaf = name.rpartition(".")
     owner = model.get_submodule(path)
     if len(list(owner.parameters())) == 1 and not any(owner.children()):
-        return _put(model, path, Pass())
+        return put_(model, path, Pass())
     parameter = owner._parameters.pop(leaf)
     assert parameter is not None
     device = "cpu" if parameter.is_meta else parameter.device  # on meta it would never get its value

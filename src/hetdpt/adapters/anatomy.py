@@ -7,14 +7,16 @@ model, and no family is known by name.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
 from hetdpt.adapters.branches import ADDITIONS, Branch, Inside, Reading
 from hetdpt.adapters.ffn import ZERO_TO_ZERO, Ffn, calls_of, find_ffn, is_gated, linears_of
-from hetdpt.adapters.trace import Call, Ref, trace
+from hetdpt.adapters.models import require_images, vision_tower_of
+from hetdpt.adapters.trace import Call, Node, Ref, Trace, trace
 from hetdpt.errors import ModelError
+from hetdpt.gates import Extras, OnDemand
 from hetdpt.plan import Anatomy, Kind, Site
 
 
@@ -56,8 +58,8 @@ class Parts:
     """Those of them that multiply what the core is given."""
     tail: tuple[str, ...]
     """Operations, other than with those parameters, between the gate and the sum."""
-    extras: tuple[int | None, ...] | None
-    """What the core returns behind its tensor: an argument by its number, or None. No tuple: None."""
+    extras: Extras
+    """What the core returns behind its tensor (:class:`hetdpt.gates.Removed`). No tuple: None."""
     core_layout: Layout
     gate_layout: Layout
     is_direct: bool
@@ -77,6 +79,8 @@ class Handle:
     bias: str | None = None
     """The parameter that was added to the stream right before this branch and that only this branch saw the effect of:
     what the branch adds, if it is the same for all images, may be added to it instead."""
+    images_at: int = 0
+    """Which axis of the stream has the images: 1 where tokens come first, (N, B, D)."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +93,14 @@ class Survey:
     anatomy: Anatomy
     input_size: tuple[int, int, int]
 
+    @property
+    def first_anatomy(self) -> Anatomy:
+        """As the first plans have it: of maps (C, H, W) that an attention gives last, W in place of the channels."""
+        last = self.handles[-1]
+        if last.ffn or last.parts is None:
+            return self.anatomy
+        return replace(self.anatomy, width=last.parts.core_layout.shape[-1])
+
 
 class RefusedError(Exception):
     """Why one branch is not a site."""
@@ -96,27 +108,56 @@ class RefusedError(Exception):
 
 def survey(model: nn.Module, input_size: tuple[int, int, int]) -> Survey:
     """Return the sites of ``model`` in order of execution; ``ModelError`` if there is none."""
-    reading = Reading(model, trace(model, input_size))
+    reading = Reading(model, _traced(model, input_size))
     handles: list[Handle] = []
     refusals: list[str] = []
     numbering = Numbering()
-    width = 0
     branches = _elementary(reading)
+    tokens_first = _tokens_first(model, input_size, [branch.out for branch, _ in branches])
     for branch, kind in branches:
         block = numbering.block_of(branch.owner, kind)
         try:
+            _require_no_nesting(reading, branch.owner)
             handle = _attention(reading, branch, block) if kind == "attention" else _activation(reading, branch, block)
         except RefusedError as why:
             refusals.append(f"{kind} in {branch.owner or 'the model'}: {why}")
         else:
-            handles.append(handle)
-            width = reading.modules[handle.ffn.first].weight.shape[1] if handle.ffn else branch.out.shape[-1]
+            handles.append(replace(handle, images_at=int(branch.out.index in tokens_first)))
     refusals += [*_nested(reading, branches), *_stray_attention(reading, branches)]
     if not handles:
         raise ModelError(_nothing_found(model, refusals))
     offered = [tuple(h.site.block for h in handles if h.site.kind == kind) for kind in ("attention", "activation")]
-    anatomy = Anatomy(numbering.blocks, width, *offered)
+    anatomy = Anatomy(numbering.blocks, _width(reading, handles[-1]), *offered)
     return Survey(tuple(handles), tuple(refusals), anatomy, input_size)
+
+
+def _traced(model: nn.Module, input_size: tuple[int, int, int]) -> Trace:
+    require_images(model)
+    try:
+        return trace(model, input_size)
+    except ModelError as error:
+        if tower := vision_tower_of(model):
+            raise ModelError(f"{error}; it takes text too: take its vision tower, model.{tower}") from error
+        raise
+
+
+def _tokens_first(model: nn.Module, input_size: tuple[int, int, int], streams: list[Node]) -> set[int]:
+    """Return which of the streams, as they are for two images, have the images behind the tokens: (N, B, D).
+
+    A third image tells them from windows of two tokens, (B * windows, 2, D).
+    """
+    likely = [node.index for node in streams if len(node.shape) == 3 and node.shape[1] == 2 != node.shape[0]]
+    nodes = trace(model, input_size, images=3).nodes if likely else []
+    return {node.index for node in nodes if node.index in likely and node.shape[1:2] == (3,)}
+
+
+def _width(reading: Reading, handle: Handle) -> int:
+    """Return how many channels the stream has at a site."""
+    if handle.ffn:
+        width: int = reading.modules[handle.ffn.first].weight.shape[1]
+        return width
+    assert handle.parts is not None
+    return handle.parts.core_layout.width
 
 
 def _nothing_found(model: nn.Module, refusals: list[str]) -> str:
@@ -184,6 +225,18 @@ def _stray_attention(reading: Reading, branches: list[tuple[Branch, Kind]]) -> l
     return [f"attention in {owner}: not in a residual branch of its own that keeps the shape" for owner in owners]
 
 
+def _require_no_nesting(reading: Reading, owner: str) -> None:
+    """Refuse a layer that ``nn.TransformerEncoder`` may give nested tensors: tokens without those that are padding."""
+    around = [module for path, module in reading.modules.items() if not path or f"{owner}.".startswith(f"{path}.")]
+    may_nest = any(isinstance(module, nn.TransformerEncoder) and module.use_nested_tensor for module in around)
+    given = [call.arguments for call in reading.calls if call.path == owner]  # tokens, a mask, is_causal, padding
+    if may_nest and any(isinstance(padding, Ref) for arguments in given for padding in arguments[3:]):
+        raise RefusedError(
+            "its tokens have a padding mask, for which torch makes nested tensors; build nn.TransformerEncoder with "
+            "enable_nested_tensor=False"
+        )
+
+
 def _attention(reading: Reading, branch: Branch, block: int) -> Handle:
     inside = reading.inside(branch)
     holders = [m for m in inside if any(reading.is_product(i) for i in reading.ran_in(m.call))]
@@ -240,7 +293,7 @@ def _parts(reading: Reading, branch: Branch, inside: list[Inside], core: Inside)
         scales=tuple(name for i, name in factors.items() if i >= last.call.stop),
         early=tuple(name for i, name in factors.items() if i < core.call.start),
         tail=tuple(reading.nodes[i].op for i in sorted(loose) if i >= last.call.stop and i not in factors),
-        extras=_extras(core.call),
+        extras=_extras(core.call, reading.modules[core.path]),
         core_layout=_layout(reading, core.call, inner),
         gate_layout=_layout(reading, last.call, inner),
         is_direct=all(i >= last.call.stop or i in factors for i in loose),
@@ -280,10 +333,13 @@ def _bias_before(reading: Reading, branch: Branch) -> str | None:
     return stream.parameters[0] if fits else None
 
 
-def _extras(core: Call) -> tuple[int | None, ...] | None:
+def _extras(core: Call, module: nn.Module) -> Extras:
     """Return how to refill the tuple the core returns when it no longer runs."""
     if not core.is_tuple:
         return None
+    number = core.number_of(module, "output_attentions")
+    if len(core.results) == 1 and number is not None:  # a map follows, if it is asked for
+        return (OnDemand(number),)
     numbers: list[int | None] = []
     for value in core.results[1:]:
         same = [i for i, argument in enumerate(core.arguments) if _is_same(argument, value)]

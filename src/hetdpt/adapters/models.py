@@ -73,6 +73,7 @@ def create(
         model = build(base, pretrained=pretrained, is_empty=is_empty)
     if img_size is not None:
         _check_divisible(model, img_size)
+    require_images(model)
     if weights is not None:
         load_weights(model, weights)
     return model.eval()
@@ -124,8 +125,37 @@ def base_of(model: nn.Module) -> Base:
     )
 
 
+def require_images(model: nn.Module) -> None:
+    """Raise ``ModelError`` for a model of transformers whose first argument is not images."""
+    if not _is_hf(model):
+        return
+    hf_model: Any = model
+    is_video = "video" in hf_model.input_modalities and "image" not in hf_model.input_modalities
+    given = "video" if is_video else _first_argument(model)
+    if not is_video and not given.startswith("input_"):  # input_ids, input_values, input_features
+        return
+    if tower := vision_tower_of(model):
+        raise ModelError(f"{type(model).__name__} takes text as well as images; take its vision tower: model.{tower}")
+    raise ModelError(f"{type(model).__name__} is not an image model: it takes {given}, and pixel_values were expected")
+
+
+def vision_tower_of(model: nn.Module) -> str | None:
+    """Return where in a model of transformers that takes text the part is that takes images; None if there is none."""
+    hf_model: Any = model
+    if not _is_hf(model):
+        return None
+    parts = [path for path, part in model.named_modules() if _first_argument(part) == "pixel_values"]
+    takes_text = "text" in hf_model.input_modalities or "" not in parts
+    return next((path for path in parts if path), None) if takes_text else None
+
+
+def _first_argument(module: nn.Module) -> str:
+    return next(iter([*signature(type(module).forward).parameters][1:]), "")
+
+
 def input_size_of(model: nn.Module) -> tuple[int, int, int]:
     """Return the image size (C, H, W) that ``model`` was made for, or was given since (``set_size_``)."""
+    require_images(model)
     network = _network(model)
     config = getattr(model, "pretrained_cfg", None) or {}
     channels, height, width = config.get("input_size", (3, None, None))
@@ -404,6 +434,8 @@ def _hf_class(transformers: Any, config: Any) -> str:
     plain = transformers.models.auto.modeling_auto.MODEL_MAPPING_NAMES
     found = classifiers.get(config.model_type) or plain.get(config.model_type)
     found = found[0] if isinstance(found, tuple | list) else found
+    tower = f"{type(config).__name__.removesuffix('Config')}Model"  # of a vision_config that has no entry of its own
+    found = found or (tower if hasattr(transformers, tower) else None)
     if not found:
         raise ModelError(f"transformers has no image classifier for model type {config.model_type!r}")
     return str(found)

@@ -114,6 +114,11 @@ def _of_processor(processor: Any, size: tuple[int, int, int]) -> Preprocessing:
     if getattr(processor, "do_flip_channel_order", None):
         raise ModelError(f"{type(processor).__name__} wants blue, green, red images; only red, green, blue are given")
     is_normalised = bool(getattr(processor, "do_normalize", None))
+    if processor.resample is None or (is_normalised and None in (processor.image_mean, processor.image_std)):
+        raise ModelError(
+            f"{type(processor).__name__} does not resize all images to one size, or normalises each by itself, which a "
+            "Preprocessing cannot say; from Python, pass the Preprocessing that you want"
+        )
     crop_mode, crop_pct = _crop(processor)
     return Preprocessing(
         input_size=size,
@@ -138,8 +143,9 @@ def _crop(processor: Any) -> tuple[str, float]:
     mode, side = ("squash", getattr(size, "height", None)) if shortest is None else ("center", shortest)
     if not is_cropped or side is None:
         return mode, 1.0
-    ratio = crop.height / side
-    is_exact = math.floor(crop.height / ratio) == side
+    cropped = crop.height or crop.shortest_edge
+    ratio = cropped / side
+    is_exact = math.floor(cropped / ratio) == side
     return mode, ratio if is_exact else math.nextafter(ratio, 0)
 
 
@@ -186,5 +192,5 @@ def _default_processor(transformers: Any, model_type: str) -> Any:
 
 def _for_channels(values: Any, channels: int) -> tuple[float, ...]:
     """Return a number for each channel; the only channel of a grey image has the average of red, green and blue."""
-    numbers = tuple(float(value) for value in values)
+    numbers = tuple(float(value) for value in (values if isinstance(values, list | tuple) else (values,) * 3))
     return (sum(numbers) / len(numbers),) if channels == 1 else numbers

@@ -6,8 +6,9 @@ knows what an attention layer is; :mod:`hetdpt.adapters.branches` reads the grap
 
 from __future__ import annotations
 
+import inspect
 import logging
-import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -17,14 +18,21 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hetdpt.errors import ModelError, first_line
-from hetdpt.modules import clone
+from hetdpt.errors import HetDPTError, ModelError, first_line
+from hetdpt.modules import WRONG_SIZE, clone
 
 Watch = Callable[[nn.Module, dict[str, Tensor], Tensor], AbstractContextManager[object]]
+NEED_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
+"""What torch raises where a model cannot run on tensors without values."""
 IMAGE = 0  # index of the node that stands for the model's input
 
 
@@ -63,6 +71,16 @@ class Call:
     results: tuple[Any, ...]
     is_tuple: bool
     """Whether the module returned ``results`` as a tuple or its only element by itself."""
+    keywords: tuple[str, ...] = ()
+    """Names of the last of the ``arguments``."""
+
+    def number_of(self, module: nn.Module, name: str) -> int | None:
+        """Return which of the ``arguments`` that ``module`` was given is called ``name``."""
+        names = list(inspect.signature(type(module).forward).parameters)[
+            1 : len(self.arguments) - len(self.keywords) + 1
+        ]
+        named = [*names, *self.keywords]
+        return named.index(name) if name in named else None
 
     @property
     def input(self) -> Ref | None:
@@ -89,6 +107,8 @@ class Trace:
     calls: list[Call] = field(default_factory=list)
     outputs: frozenset[int] = frozenset()
     """Nodes that the model hands out, at whatever depth of its answer."""
+    attentions: tuple[int | None, ...] = ()
+    """Nodes of the attention maps that it hands out."""
 
     def consumers(self) -> list[list[int]]:
         """Return for each node the nodes that read it."""
@@ -105,7 +125,8 @@ class _Recorder(TorchDispatchMode):
         self.trace = Trace()
         self.parameters = parameters
         self.maker: dict[int, int] = {}
-        self.alive: list[Tensor] = []  # keeps ids unique while the trace is made
+        self.alive: defaultdict[int, list[Tensor]] = defaultdict(list)
+        """All tensors by the memory that they lie in; kept, so that their ids stay unique while the trace is made."""
         self.stack: list[str] = [""]
 
     def add(self, op: str, sources: list[Any], results: list[Any]) -> None:
@@ -121,17 +142,25 @@ class _Recorder(TorchDispatchMode):
         self.trace.nodes.append(Node(index, op, inputs, names, shape, self.stack[-1], is_derived))
         for tensor in outputs:
             self.maker[id(tensor)] = index
-            self.alive.append(tensor)
+            self.alive[_memory(tensor)].append(tensor)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         results = func(*args, **(kwargs or {}))
-        self.add(func.overloadpacket.__name__, tree_leaves((args, kwargs)), tree_leaves(results))
+        made = tree_leaves(results)
+        self.add(func.overloadpacket.__name__, tree_leaves((args, kwargs)), made)
+        if func._schema.is_mutable and made and isinstance(made[0], Tensor):  # a part written is the whole changed
+            self.maker |= {id(tensor): self.maker[id(made[0])] for tensor in self.alive[_memory(made[0])]}
         return results
 
     def ref(self, value: Any) -> Any:
         if isinstance(value, Tensor):
             return Ref(self.maker.get(id(value)), tuple(value.shape))
         return value
+
+
+def _memory(tensor: Tensor) -> int:
+    address: int = tensor.untyped_storage()._cdata
+    return address
 
 
 def _watch(recorder: _Recorder, path: str, module: nn.Module) -> list[Any]:
@@ -151,7 +180,10 @@ def _watch(recorder: _Recorder, path: str, module: nn.Module) -> list[Any]:
         if not path:
             leaves = [recorder.ref(leaf) for leaf in tree_leaves(output)]
             recorder.trace.outputs = frozenset(leaf.node for leaf in leaves if isinstance(leaf, Ref) and leaf.node)
-        recorder.trace.calls.append(Call(path, start, stop, arguments, results, isinstance(output, tuple)))
+            maps = [recorder.ref(leaf) for leaf in getattr(output, "attentions", None) or ()]
+            recorder.trace.attentions = tuple(leaf.node if isinstance(leaf, Ref) else None for leaf in maps)
+        is_tuple = isinstance(output, tuple)
+        recorder.trace.calls.append(Call(path, start, stop, arguments, results, is_tuple, tuple(kwargs)))
 
     return [
         module.register_forward_pre_hook(before, with_kwargs=True),
@@ -166,20 +198,13 @@ def dry_run(model: nn.Module, shape: tuple[int, ...], watch: Watch) -> None:
     returns a context to run in. Models whose control flow looks at values cannot run on fake tensors; they run on
     real zeros. ``ModelError`` says what the model has against such images.
     """
+    copy = clone(model).eval()  # some models keep what they computed; a stand-in must not stay in them
     try:
-        try:
-            copy = clone(model).eval()  # some models keep what they computed; a stand-in must not stay in them
-            # inference mode hands operators to a dispatch mode undecomposed
-            with torch.inference_mode(False), _silent_fakes(model), FakeTensorMode(allow_non_fake_inputs=True):
-                _run_on_stand_ins(copy, shape, watch)
-        except DataDependentOutputException:
-            _run_on_stand_ins(clone(model).eval(), shape, watch)
-    except Exception as error:  # whatever a model raises on images it does not take
-        size = " x ".join(str(side) for side in shape[1:])
-        raise ModelError(
-            f"{type(model).__name__} does not take images of {size}: {first_line(error)}; "
-            "if they should be of another size, pass input_size=(C, H, W)"
-        ) from error
+        # inference mode hands operators to a dispatch mode undecomposed
+        with torch.inference_mode(False), _silent_fakes(model), FakeTensorMode(allow_non_fake_inputs=True):
+            _run_on_stand_ins(copy, shape, watch)
+    except NEED_VALUES:
+        _run_on_stand_ins(clone(model).eval(), shape, watch)
 
 
 @contextmanager
@@ -196,10 +221,14 @@ def _silent_fakes(model: nn.Module) -> Iterator[None]:
 
 
 def _caches(model: nn.Module) -> Iterator[_lru_cache_wrapper[Any]]:
-    """Return the cached functions and methods beside the classes of ``model``, bare or inside a decorator."""
-    classes = {type(module) for module in model.modules()}
-    places = [*classes, *(sys.modules[name] for name in {cls.__module__ for cls in classes})]
-    for value in (value for place in places for value in vars(place).values()):
+    """Return the cached functions and methods beside the classes of ``model``, bare or inside a decorator.
+
+    What is beside a class is what its methods see as global: its module need not be one that was imported.
+    """
+    members = [vars(cls) for cls in {type(module) for module in model.modules()}]
+    methods = [value for place in members for value in place.values() if isinstance(value, FunctionType)]
+    seen = {id(method.__globals__): method.__globals__ for method in methods}
+    for value in [value for place in (*members, *seen.values()) for value in place.values()]:
         cells = value.__closure__ or () if isinstance(value, FunctionType) else ()
         inner = [cell.cell_contents for cell in cells if cell != CellType()]
         yield from (function for function in (value, *inner) if isinstance(function, _lru_cache_wrapper))
@@ -212,7 +241,24 @@ def _run_on_stand_ins(model: nn.Module, shape: tuple[int, ...], watch: Watch) ->
     stand_ins = {name: torch.zeros(t.shape, dtype=t.dtype, device="cpu") for name, t in tensors.items()}
     images = torch.zeros(shape, dtype=dtype, device="cpu")
     with _no_fast_path(), watch(model, stand_ins, images):
-        torch.func.functional_call(model, stand_ins, (images,))
+        try:
+            torch.func.functional_call(model, stand_ins, (images,))
+        except (HetDPTError, *NEED_VALUES):
+            raise
+        except Exception as error:  # whatever a model raises
+            raise _refusal(model, shape, error) from error
+
+
+def _refusal(model: nn.Module, shape: tuple[int, ...], error: Exception) -> ModelError:
+    name, size, why = type(model).__name__, " x ".join(str(side) for side in shape[1:]), first_line(error)
+    if isinstance(error, WRONG_SIZE):
+        return ModelError(
+            f"{name} does not take images of {size}: {why}; if they should be of another size, pass "
+            "input_size=(C, H, W)"
+        )
+    return ModelError(
+        f"{name} was expected to run as model(images), but fails on images of {size} with {type(error).__name__}: {why}"
+    )
 
 
 @contextmanager
@@ -226,14 +272,14 @@ def _no_fast_path() -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(was_enabled)
 
 
-def trace(model: nn.Module, input_size: tuple[int, int, int]) -> Trace:
-    """Return the graph of one forward pass on two images of ``input_size`` (C, H, W)."""
+def trace(model: nn.Module, input_size: tuple[int, int, int], images: int = 2) -> Trace:
+    """Return the graph of one forward pass on so many images of ``input_size`` (C, H, W)."""
     traces = []
 
     @contextmanager
-    def record(copy: nn.Module, stand_ins: dict[str, Tensor], images: Tensor) -> Iterator[None]:
+    def record(copy: nn.Module, stand_ins: dict[str, Tensor], given: Tensor) -> Iterator[None]:
         recorder = _Recorder({id(t): name for name, t in stand_ins.items()})
-        recorder.add("image", [], [images])
+        recorder.add("image", [], [given])
         with ExitStack() as stack:
             for path, module in copy.named_modules():
                 for hook in _watch(recorder, path, module):
@@ -242,5 +288,5 @@ def trace(model: nn.Module, input_size: tuple[int, int, int]) -> Trace:
             yield
         traces.append(recorder.trace)
 
-    dry_run(model, (2, *input_size), record)
+    dry_run(model, (images, *input_size), record)
     return traces[0]

@@ -17,7 +17,7 @@ from hetdpt.adapters.anatomy import Handle
 from hetdpt.adapters.maps import first_tensor
 from hetdpt.errors import ModelError
 from hetdpt.gates import Extras, Pass, Zero
-from hetdpt.modules import clone
+from hetdpt.modules import clone, put_
 
 
 @dataclass(frozen=True)
@@ -69,9 +69,9 @@ def find_windows(model: nn.Module, handles: Sequence[Handle], images: Tensor) ->
     for handle in handles:
         assert handle.parts is not None
         recorders.append(_Recorder(handle.parts.extras))
-        probe.set_submodule(handle.parts.core, recorders[-1])
+        put_(probe, handle.parts.core, recorders[-1])
         for path in handle.parts.entry:
-            probe.set_submodule(path, Pass())
+            put_(probe, path, Pass())
         probe.get_submodule(handle.owner).register_forward_pre_hook(numbered, with_kwargs=True)
     probe(images[:1].expand(2, -1, -1, -1))
     sides = (images.shape[-2], images.shape[-1])
