@@ -15,6 +15,7 @@ from functools import cache
 from inspect import signature
 from typing import TYPE_CHECKING, Any
 
+from hetdpt.adapters.huggingface import import_transformers
 from hetdpt.errors import ModelError
 
 if TYPE_CHECKING:
@@ -66,9 +67,7 @@ def timm_names(name: str) -> frozenset[str]:
 
 def model_class(name: str) -> Any:
     """Return the class of transformers called ``name``, an image model of ``FAMILIES``."""
-    from hetdpt.adapters.models import _transformers
-
-    transformers = _transformers()
+    transformers = import_transformers()
     found: Any = getattr(transformers, name, None) if name.isidentifier() else None
     is_model = isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)
     if not is_model:
@@ -127,9 +126,7 @@ def _require_config(owner: str, config_class: Any, values: dict[str, Any]) -> No
 
 def _inner_class(owner: str, name: str, config_class: Any, values: dict[str, Any]) -> Any:
     """Return the class of a config inside of another, which its ``model_type`` names where any may stand there."""
-    from hetdpt.adapters.models import _transformers
-
-    transformers = _transformers()
+    transformers = import_transformers()
     if config_class is transformers.AutoConfig:
         kind = values.get("model_type")
         if not isinstance(kind, str) or kind not in transformers.CONFIG_MAPPING:

@@ -13,7 +13,7 @@ from torch import nn
 
 from hetdpt.adapters.branches import ADDITIONS, Branch, Inside, Reading
 from hetdpt.adapters.ffn import ZERO_TO_ZERO, Ffn, calls_of, find_ffn, is_gated, linears_of
-from hetdpt.adapters.models import require_images, vision_tower_of
+from hetdpt.adapters.huggingface import require_images, vision_tower_of
 from hetdpt.adapters.trace import Call, Node, Ref, Trace, trace
 from hetdpt.errors import ModelError
 from hetdpt.gates import Extras, OnDemand

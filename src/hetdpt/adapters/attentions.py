@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from hetdpt.adapters.anatomy import Survey
-from hetdpt.adapters.models import _is_hf
+from hetdpt.adapters.huggingface import is_hf
 from hetdpt.adapters.trace import trace
 from hetdpt.errors import ModelError
 from hetdpt.gates import is_removed
@@ -40,10 +40,10 @@ class KeepPlaces:
 
 def keep_places_(model: nn.Module, found: Survey) -> None:
     """Make a model of transformers return as many attention maps as ever, and parts of it that can run alone too."""
-    paths = _paths(model, found) if _is_hf(model) else ()
+    paths = _paths(model, found) if is_hf(model) else ()
     for path, module in model.named_modules():
         prefix = f"{path}." if path else ""
-        if any(paths) and _is_hf(module) and all(path.startswith(prefix) for path in paths if path):
+        if any(paths) and is_hf(module) and all(path.startswith(prefix) for path in paths if path):
             hook = KeepPlaces(tuple(path.removeprefix(prefix) for path in paths))
             module.register_forward_hook(hook, with_kwargs=True)
 
@@ -52,7 +52,7 @@ def _paths(model: nn.Module, found: Survey) -> tuple[str, ...]:
     """Return the path of the attention that each map is of, as the dense model returns them; empty if of no site."""
     probe = clone(model)
     for module in probe.modules():
-        if _is_hf(module):
+        if is_hf(module):
             config: Any = module.config
             config._attn_implementation, config.output_attentions, config.output_hidden_states = "eager", True, True
     try:

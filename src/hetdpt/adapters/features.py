@@ -8,7 +8,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from hetdpt.adapters.arguments import asking, takes
-from hetdpt.adapters.models import _is_hf, feature_class_of
+from hetdpt.adapters.huggingface import is_hf
+from hetdpt.adapters.models import feature_class_of
 from hetdpt.errors import DataError, ModelError
 
 
@@ -30,7 +31,7 @@ def feature_maps(model: nn.Module, images: Tensor, layers: Sequence[int] | None 
         raise DataError(f"maps are made of images (B, C, H, W), but came {came}; give a batch of them")
     if answers_with_maps(model):
         return _chosen(_own_maps(model, images), layers)
-    if _is_hf(model):
+    if is_hf(model):
         return _chosen(_hf_maps(model, images), layers)
     _require_maps(model)
     return _timm_maps(model, images, layers)
@@ -38,7 +39,7 @@ def feature_maps(model: nn.Module, images: Tensor, layers: Sequence[int] | None 
 
 def answers_with_maps(model: nn.Module) -> bool:
     """Whether ``model`` is of a class that answers with maps of features: timm's, or a backbone of transformers."""
-    if _is_hf(model):
+    if is_hf(model):
         from transformers.backbone_utils import BackboneMixin
 
         return isinstance(model, BackboneMixin)
@@ -52,7 +53,7 @@ def feature_net(model: Any, layers: Sequence[int] | int = 3) -> Any:
     """
     from timm.models._features import FeatureGetterNet
 
-    if _is_hf(model):
+    if is_hf(model):
         raise ModelError(
             f"features_only is a habit of timm, and {type(model).__name__} is of transformers; its maps are "
             "hetdpt.adapters.features.feature_maps(model, images)"
@@ -123,7 +124,7 @@ def _map(tokens: Tensor, height: int, width: int) -> Tensor:
 
 def _own_maps(model: Any, images: Tensor) -> list[Tensor]:
     answer: Any = model(images)
-    if _is_hf(model):
+    if is_hf(model):
         return list(answer.feature_maps)
     maps = answer.values() if isinstance(answer, dict) else answer
     if model.output_fmt == "NHWC":

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from hetdpt.adapters.models import _is_hf
+from hetdpt.adapters.huggingface import is_hf
 from hetdpt.errors import DataError
 
 IMAGENET = 1000
@@ -21,7 +21,7 @@ def class_names(model: nn.Module) -> tuple[str, ...] | None:
     The labels in the config of a transformers model, if each class has one; of a timm model with 1,000 classes, those
     of ImageNet.
     """
-    if _is_hf(model):
+    if is_hf(model):
         config: Any = model.config
         if set(config.id2label) != set(range(config.num_labels)):
             return None

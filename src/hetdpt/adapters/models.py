@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from copy import copy
 from dataclasses import dataclass, field, replace
 from inspect import signature
@@ -18,6 +17,7 @@ from hetdpt.adapters.allowed import require_allowed, settings_of
 from hetdpt.adapters.arguments import ask
 from hetdpt.adapters.checkpoints import load_weights
 from hetdpt.adapters.guard import guarded, guarded_directory
+from hetdpt.adapters.huggingface import import_transformers, is_hf, require_images, silent
 from hetdpt.errors import HetDPTError, ModelError, first_line
 from hetdpt.gates import Removed
 
@@ -117,40 +117,12 @@ def base_of(model: nn.Module) -> Base:
         if "drop_path_rate" in known.arguments:  # what shows is less once the last block has lost its branches
             shown.pop("drop_path_rate", None)
         return Base("timm", known.name, {**known.arguments, **shown})
-    if _is_hf(model):
+    if is_hf(model):
         return Base("transformers", type(model).__name__, _hf_arguments(model.config))
     raise ModelError(
         f"{type(model).__name__} does not say how it was built: a model of timm or transformers was expected; "
         "pass base=hetdpt.Base(library, name, arguments)"
     )
-
-
-def require_images(model: nn.Module) -> None:
-    """Raise ``ModelError`` for a model of transformers whose first argument is not images."""
-    if not _is_hf(model):
-        return
-    hf_model: Any = model
-    is_video = "video" in hf_model.input_modalities and "image" not in hf_model.input_modalities
-    given = "video" if is_video else _first_argument(model)
-    if not is_video and not given.startswith("input_"):  # input_ids, input_values, input_features
-        return
-    if tower := vision_tower_of(model):
-        raise ModelError(f"{type(model).__name__} takes text as well as images; take its vision tower: model.{tower}")
-    raise ModelError(f"{type(model).__name__} is not an image model: it takes {given}, and pixel_values were expected")
-
-
-def vision_tower_of(model: nn.Module) -> str | None:
-    """Return where in a model of transformers that takes text the part is that takes images; None if there is none."""
-    hf_model: Any = model
-    if not _is_hf(model):
-        return None
-    parts = [path for path, part in model.named_modules() if _first_argument(part) == "pixel_values"]
-    takes_text = "text" in hf_model.input_modalities or "" not in parts
-    return next((path for path in parts if path), None) if takes_text else None
-
-
-def _first_argument(module: nn.Module) -> str:
-    return next(iter([*signature(type(module).forward).parameters][1:]), "")
 
 
 def input_size_of(model: nn.Module) -> tuple[int, int, int]:
@@ -195,7 +167,7 @@ def set_size_(model: nn.Module, height: int, width: int) -> None:
         _set_timm_size(network, (height, width))
         vars(model)[BASE] = replace(base, arguments={**base.arguments, "img_size": [height, width]})
         return
-    if _is_hf(model):
+    if is_hf(model):
         ask(model, "interpolate_pos_encoding")
     vars(model)[SIZE] = (height, width)
 
@@ -231,7 +203,7 @@ def feature_class_of(model: nn.Module) -> str | None:
 
 def num_classes_of(model: nn.Module) -> int:
     """Return how many classes the head of ``model`` tells apart; ``ModelError`` if it has no head."""
-    if _is_hf(model):  # config.num_labels is there also for a bare tower
+    if is_hf(model):  # config.num_labels is there also for a bare tower
         config: Any = model.config
         classes = config.num_labels if "ForImageClassification" in type(model).__name__ else 0
     else:
@@ -328,21 +300,8 @@ def _channels(model: nn.Module) -> int | None:
     return int(embed.proj.in_channels) if is_plain else None  # type: ignore[union-attr]
 
 
-def _is_hf(model: nn.Module) -> bool:
-    """Whether a model is of transformers, without importing it for one that is not."""
-    return any(cls.__module__ == "transformers.modeling_utils" for cls in type(model).__mro__)
-
-
-def _transformers() -> Any:
-    try:
-        import transformers
-    except ImportError:
-        raise ModelError("models of HuggingFace need transformers; install hetdpt[hf]") from None
-    return transformers
-
-
 def _build_hf(base: Base) -> nn.Module:
-    transformers = _transformers()
+    transformers = import_transformers()
     model_class = getattr(transformers, base.name, None) if base.name.isidentifier() else None
     is_model = isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel)
     if not is_model:
@@ -360,7 +319,7 @@ def _hf_arguments(config: Any) -> dict[str, Any]:
 
 
 def _create_hf(name: str, pretrained: bool, is_empty: bool, num_classes: int | None, img_size: int | None) -> nn.Module:
-    transformers = _transformers()
+    transformers = import_transformers()
     changes = {"num_labels": num_classes, "image_size": img_size}
     changes = {key: value for key, value in changes.items() if value is not None}
     if name in transformers.CONFIG_MAPPING:  # a model type such as "vit": its default configuration
@@ -382,7 +341,7 @@ def _load_hf(transformers: Any, name: str, base: Base, num_classes: int | None, 
     given = {"num_classes": num_classes, "img_size": img_size}
     sizes = ", ".join(f"{key}={value}" for key, value in given.items() if value is not None)
     try:
-        with _silent(transformers):
+        with silent(transformers):
             config = model_class.config_class.from_dict(base.arguments)
             model: nn.Module = model_class.from_pretrained(name, config=config)
             return model
@@ -392,21 +351,6 @@ def _load_hf(transformers: Any, name: str, base: Base, num_classes: int | None, 
         if sizes:
             raise ModelError(f"the weights of hf:{name} do not fit {sizes}; leave out what was changed") from None
         raise ModelError(f"hf:{name} cannot be loaded: {first_line(error)}") from None
-
-
-@contextmanager
-def _silent(transformers: Any) -> Iterator[None]:
-    """Keep the reports and progress bars of transformers off the terminal."""
-    logging = transformers.utils.logging
-    level, has_bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity(logging.CRITICAL)
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(level)
-        if has_bar:
-            logging.enable_progress_bar()
 
 
 def _hf_config(transformers: Any, name: str, changes: dict[str, Any]) -> Any:

@@ -10,7 +10,8 @@ from typing import Any
 from torch import nn
 
 from hetdpt.adapters.guard import guarded_directory
-from hetdpt.adapters.models import _is_hf, _silent, _transformers, input_size_of
+from hetdpt.adapters.huggingface import import_transformers, is_hf, silent
+from hetdpt.adapters.models import input_size_of
 from hetdpt.errors import ModelError, first_line
 
 PREPROCESSING = "_hetdpt_preprocessing"
@@ -88,7 +89,7 @@ def preprocessing_of(model: nn.Module) -> Preprocessing:
     if noted is not None:
         return noted
     size = input_size_of(model)
-    return _of_processor(_processor(model), size) if _is_hf(model) else _of_timm(model, size)
+    return _of_processor(_processor(model), size) if is_hf(model) else _of_timm(model, size)
 
 
 def _of_timm(model: nn.Module, size: tuple[int, int, int]) -> Preprocessing:
@@ -151,11 +152,11 @@ def _crop(processor: Any) -> tuple[str, float]:
 
 def _processor(model: nn.Module) -> Any:
     """Return the image processor of a transformers model."""
-    transformers = _transformers()
+    transformers = import_transformers()
     config: Any = model.config
     name = config.name_or_path
     try:
-        with _silent(transformers), guarded_directory(name):
+        with silent(transformers), guarded_directory(name):
             if name and _has_processor(transformers, name):
                 return transformers.AutoImageProcessor.from_pretrained(name, backend="pil", trust_remote_code=False)
             return _default_processor(transformers, config.model_type)()

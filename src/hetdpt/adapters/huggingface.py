@@ -1,0 +1,68 @@
+"""What is asked of any model of transformers. The library is imported only for models that are of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from inspect import signature
+from typing import Any
+
+from torch import nn
+
+from hetdpt.errors import ModelError
+
+
+def is_hf(model: nn.Module) -> bool:
+    """Whether a model is of transformers, without importing it for one that is not."""
+    return any(cls.__module__ == "transformers.modeling_utils" for cls in type(model).__mro__)
+
+
+def import_transformers() -> Any:
+    try:
+        import transformers
+    except ImportError:
+        raise ModelError("models of HuggingFace need transformers; install hetdpt[hf]") from None
+    return transformers
+
+
+def require_images(model: nn.Module) -> None:
+    """Raise ``ModelError`` for a model of transformers whose first argument is not images."""
+    if not is_hf(model):
+        return
+    hf_model: Any = model
+    is_video = "video" in hf_model.input_modalities and "image" not in hf_model.input_modalities
+    given = "video" if is_video else _first_argument(model)
+    if not is_video and not given.startswith("input_"):  # input_ids, input_values, input_features
+        return
+    if tower := vision_tower_of(model):
+        raise ModelError(f"{type(model).__name__} takes text as well as images; take its vision tower: model.{tower}")
+    raise ModelError(f"{type(model).__name__} is not an image model: it takes {given}, and pixel_values were expected")
+
+
+def vision_tower_of(model: nn.Module) -> str | None:
+    """Return where in a model of transformers that takes text the part is that takes images; None if there is none."""
+    hf_model: Any = model
+    if not is_hf(model):
+        return None
+    parts = [path for path, part in model.named_modules() if _first_argument(part) == "pixel_values"]
+    takes_text = "text" in hf_model.input_modalities or "" not in parts
+    return next((path for path in parts if path), None) if takes_text else None
+
+
+def _first_argument(module: nn.Module) -> str:
+    return next(iter([*signature(type(module).forward).parameters][1:]), "")
+
+
+@contextmanager
+def silent(transformers: Any) -> Iterator[None]:
+    """Keep the reports and progress bars of transformers off the terminal."""
+    logging = transformers.utils.logging
+    level, has_bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity(logging.CRITICAL)
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if has_bar:
+            logging.enable_progress_bar()
