@@ -545,8 +545,9 @@ class TestRefusals:
         model.blocks.register_forward_hook(lambda module, args, output: output.transpose(0, 1))
         images = torch.randn(6, 3, 32, 32)
         hetdpt.sites(model, (3, 32, 32))
-        with pytest.raises(ModelError, match="does not have the images first"):
-            calibrate_(model, Plan((0,), removal=("position", "identity")), [images])
+        for batch in (images, images[:2]):  # two are as many as a model is watched with
+            with pytest.raises(PlanError, match=r"attention 0 has tokens before images, \(N, B, D\)"):
+                calibrate_(model, Plan((0,), removal=("position", "identity")), [batch])
         calibrate_(model, Plan((0,), removal=("linear", "identity")), [images])
 
     @pytest.mark.parametrize("options", [{"absorb": True}, {"sweeps": 2}])

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import hetdpt
 from hetdpt.calibration import gate_fitted_
-from hetdpt.errors import ModelError, PlanError
+from hetdpt.errors import ModelError
 from hetdpt.measurement.agreement import outputs_of
 from hetdpt.surgery import drop_paths, survey_of
 
@@ -149,12 +149,6 @@ def test_images_are_told_apart_whether_they_or_tokens_come_first(family: Family)
         gate.trial = torch.tensor([False, True, False, False])
         assert ((model(images) - dense).abs().amax(1) > 1e-5).tolist() == gate.trial.tolist()
         gate.trial = None
-
-
-def test_places_are_not_fitted_where_tokens_come_first() -> None:
-    family = ENCODERS[3]
-    with pytest.raises(PlanError, match=r"attention 0 has tokens before images, \(N, B, D\)"):
-        hetdpt.calibrate_(family.build(), hetdpt.Plan((0,), removal=("position", "identity")), [family.images(2)])
 
 
 EAGER, ASKED = {"attn_implementation": "eager"}, {"output_attentions": True, "output_hidden_states": True}
