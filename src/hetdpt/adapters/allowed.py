@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from hetdpt.adapters.models import Base
 
 FAMILIES = {
-    "aimv2", "beit", "chinese_clip", "clip", "convnext", "convnextv2", "cvt", "data2vec", "deit", "depth_anything",
-    "dinov2", "dinov2_with_registers", "dinov3_convnext", "dinov3_vit", "donut", "dpt", "focalnet", "glpn", "hiera",
-    "ijepa", "levit", "metaclip_2", "mlcd", "mobilevit", "mobilevitv2", "pixio", "poolformer", "pvt", "pvt_v2",
-    "segformer", "siglip", "siglip2", "swiftformer", "swin", "swin2sr", "swinv2", "vit", "vit_mae", "vit_msn", "vitdet",
-    "vitpose_backbone", "yolos",
+    "aimv2", "altclip", "beit", "blip", "blip_2", "chinese_clip", "clip", "clipseg", "convnext", "convnextv2", "cvt",
+    "data2vec", "deit", "depth_anything", "dinov2", "dinov2_with_registers", "dinov3_convnext", "dinov3_vit", "donut",
+    "dpt", "focalnet", "glpn", "groupvit", "hiera", "ijepa", "levit", "metaclip_2", "mlcd", "mobilevit", "mobilevitv2",
+    "owlv2", "owlvit", "pixio", "poolformer", "pvt", "pvt_v2", "segformer", "siglip", "siglip2", "swiftformer", "swin",
+    "swin2sr", "swinv2", "vit", "vit_mae", "vit_msn", "vitdet", "vitpose_backbone", "yolos",
 }  # fmt: skip
 """Packages of ``transformers.models`` whose image models are built. None of them opens files or builds other models,
 except from a nested config, which has to be of one of these packages in turn."""
