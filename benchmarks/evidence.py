@@ -12,7 +12,6 @@ may add to one file. Reading needs no torch.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import shlex
 import subprocess
@@ -23,6 +22,8 @@ from dataclasses import asdict, dataclass
 from datetime import date
 from pathlib import Path
 from typing import Any
+
+from filelock import lock_descriptor
 
 from hetdpt.files import written
 
@@ -125,7 +126,7 @@ class Recorder:
     def _alone(self) -> Iterator[None]:
         """Keep other processes from the file for a while."""
         with self.file.with_name(f".{self.file.name}.lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            lock_descriptor(lock.fileno())
             yield
 
 

@@ -17,7 +17,6 @@ itself: ask ``require_held`` before results are written. That a step is done is 
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import re
@@ -49,7 +48,9 @@ class Claim:
     def __init__(self, directory: Path, name: str, generation: int, patience: float, handle: int) -> None:
         self.directory, self.name, self.generation, self.patience = directory, name, generation, patience
         self._handle, self._token, self._stop = handle, secrets.token_hex(8), threading.Event()
-        self._beat = threading.Thread(target=_renew, args=(handle, self._stop, patience / BEATS), daemon=True)
+        # Windows sets times by name alone.
+        self._target = handle if os.utime in os.supports_fd else _file(directory, name, generation)
+        self._beat = threading.Thread(target=_renew, args=(self._target, self._stop, patience / BEATS), daemon=True)
         _HELD.add(self)
 
     @classmethod
@@ -91,11 +92,7 @@ class Claim:
 
     def _sign(self) -> None:
         """Lock the file, and then write whose it is: who reads that it is locked may rely on it."""
-        try:
-            fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            is_locked = True
-        except OSError:  # a file system without locks
-            is_locked = False
+        is_locked = bool(_lock(self._handle, is_shared=False))
         owner = {"host": _host(), "pid": os.getpid(), "token": self._token, "is_locked": is_locked}
         os.write(self._handle, f"{json.dumps(owner)}\n".encode())
         os.fsync(self._handle)  # NFS would keep it to itself until the file is closed
@@ -128,7 +125,7 @@ class Claim:
         if self._beat.is_alive():
             self._beat.join()  # else it could renew what is let go, or what gets the number of the handle next
         with suppress(OSError):  # taken over and removed, which NFS says
-            os.utime(self._handle, (0, 0))
+            os.utime(self._target, (0, 0))
         os.close(self._handle)
 
     def __enter__(self) -> Claim:
@@ -216,13 +213,14 @@ def _forget() -> None:
     _HELD.clear()
 
 
-os.register_at_fork(after_in_child=_forget)
+if hasattr(os, "register_at_fork"):  # Windows has no fork
+    os.register_at_fork(after_in_child=_forget)
 
 
-def _renew(handle: int, stop: threading.Event, seconds: float) -> None:
+def _renew(target: int | Path, stop: threading.Event, seconds: float) -> None:
     while not stop.wait(seconds):
         with suppress(OSError):  # a file system that does not answer may answer the next time
-            os.utime(handle)
+            os.utime(target)
 
 
 def _look(directory: Path, name: str, patience: float) -> tuple[int, dict[str, Any] | None]:
@@ -241,22 +239,36 @@ def _is_live(handle: int, owner: dict[str, Any], directory: Path, patience: floa
     if os.fstat(handle).st_mtime == 0:
         return False
     if owner.get("host") == _host() and owner["is_locked"]:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: two that look are not in each other's way
-        except BlockingIOError:
-            return True
-        except OSError:  # no locks any more
-            pass
-        else:
-            return False
+        is_free = _lock(handle, is_shared=True)  # shared: two that look are not in each other's way
+        if is_free is not None:
+            return not is_free
     now = _clock(directory)  # before the time of the claim: if we are stopped in between, the claim looks young
     return now - os.fstat(handle).st_mtime < patience
+
+
+def _lock(handle: int, *, is_shared: bool) -> bool | None:
+    """Lock the file of a claim until it is closed; False where another process has it, None where there are no locks.
+
+    Those of Windows do not count: what is locked there cannot be read by others.
+    """
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        return None
+    try:
+        fcntl.flock(handle, (fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without locks
+        return None
+    return True
 
 
 def _clock(directory: Path) -> float:
     """Return the time of the file system, in seconds; the clocks of machines differ."""
     with tempfile.TemporaryFile(dir=directory) as file:
-        os.utime(file.fileno())
+        if os.utime in os.supports_fd:  # not on Windows, where a new file has the time
+            os.utime(file.fileno())
         return os.fstat(file.fileno()).st_mtime
 
 
@@ -272,7 +284,7 @@ def _owner(content: bytes) -> dict[str, Any]:
 def _host() -> str:
     """Return the name of this machine and of its boot: machines may share a name."""
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
     except OSError:
         boot = ""
     return f"{socket.gethostname()}/{boot}"
@@ -291,7 +303,8 @@ def _generations(directory: Path, name: str) -> list[int]:
 
 def _remove(directory: Path, name: str, generations: list[int]) -> None:
     for generation in generations:
-        _file(directory, name, generation).unlink(missing_ok=True)
+        with suppress(PermissionError):  # Windows, where it stays while one who sleeps has it open
+            _file(directory, name, generation).unlink(missing_ok=True)
 
 
 @contextmanager

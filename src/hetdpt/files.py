@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 from uuid import uuid4
 
+from hetdpt import host
 from hetdpt.errors import FileError, first_line
 
 T = TypeVar("T")
@@ -91,8 +92,10 @@ def written(target: Path) -> Iterator[Path]:
 
 
 def flush(path: Path) -> None:
-    """Make the system write ``path`` to disk now."""
-    handle = os.open(path, os.O_RDONLY)
+    """Make the system write ``path``, a file or a directory, to disk now; Windows does so with files alone."""
+    if host.IS_WINDOWS and path.is_dir():
+        return
+    handle = os.open(path, os.O_RDWR if host.IS_WINDOWS else os.O_RDONLY)  # Windows flushes no handle that only reads
     try:
         os.fsync(handle)
     finally:
@@ -108,7 +111,7 @@ def write_json(file: Path, values: Any) -> None:
     """Write ``values`` as JSON, whole or not at all."""
     file.parent.mkdir(exist_ok=True)
     with written(file) as scratch:
-        scratch.write_text(json.dumps(values, indent=1) + "\n")
+        scratch.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
 
 
 def keep_json(file: Path, values: dict[str, Any]) -> None:
@@ -141,12 +144,12 @@ def kept(file: Path, way_out: str, make: Callable[[dict[str, Any]], T]) -> T | N
 
 def write_sealed_json(path: Path, values: dict[str, Any]) -> None:
     """Write ``values`` with a checksum of themselves, which ``read_sealed_json`` compares."""
-    path.write_text(json.dumps(sealed(values), indent=1) + "\n")
+    path.write_text(json.dumps(sealed(values), indent=1) + "\n", encoding="utf-8")
 
 
 def read_sealed_json(path: Path) -> dict[str, Any]:
     try:
-        values = json.loads(path.read_text())
+        values = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
         raise FileError(f"{path} is missing; a directory written by hetdpt.save was expected") from None
     except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -133,7 +133,7 @@ def select_into(
             raise
     if processes.is_main_process:
         with written(file) as scratch:
-            scratch.write_text(f"{plan.to_json()}\n")
+            scratch.write_text(f"{plan.to_json()}\n", encoding="utf-8")
         run.discard()
     processes.wait_for_everyone()
     return plan
@@ -166,7 +166,7 @@ def made_once(
     """
     start, text = run.directory / START, json.dumps(made_of)
     note = start / f"{START}.json"
-    if not note.is_file() or note.read_text() != text:
+    if not note.is_file() or note.read_text(encoding="utf-8") != text:
         with run.alone():
             make({"directory": start, "overwrite": True, "notes": {note.name: text}})
     return load(start)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hetdpt.errors import ModelError, PlanError, PredictError, TrainError
+from hetdpt.host import cores
 from hetdpt.plan import Plan
 from hetdpt.published import PREFIX, published_plan
 
@@ -93,7 +94,7 @@ def read_plan(name: str) -> Plan:
     if name.startswith(PREFIX):
         return published_plan(name)
     try:
-        plan = Plan.from_json(Path(name).read_text())
+        plan = Plan.from_json(Path(name).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise PlanError(
             f"the plan {name} cannot be read: {error}; give a JSON file or a name such as paper/deit_base-10"
@@ -218,4 +219,4 @@ def _value(text: str) -> Any:
 def workers_of(given: int | None) -> int:
     """Return how many processes read images: this process's part of the cores, or what was given."""
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return given if given is not None else max(1, min(8, len(os.sched_getaffinity(0)) // processes))
+    return given if given is not None else max(1, min(8, cores() // processes))

@@ -190,7 +190,7 @@ def _blocks_of(samples: Path, given: int | None) -> int:
 def _read_run(samples: Path) -> dict[str, Any]:
     """Return what a directory of hetdpt collect was asked for; nothing where there is none that can be read."""
     try:
-        values = json.loads((samples / RUN).read_text())
+        values = json.loads((samples / RUN).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return {}
     return values if isinstance(values, dict) else {}
@@ -205,7 +205,7 @@ def _read_prices(samples: Path, file: Path | None) -> Prices | None:
         if not file.is_file():
             return None
     try:
-        return Prices.from_json(file.read_text(), str(file))
+        return Prices.from_json(file.read_text(encoding="utf-8"), str(file))
     except (OSError, UnicodeDecodeError) as error:
         raise PredictError(f"the prices {file} cannot be read: {error}; measure them with --model MODEL") from None
 

@@ -53,13 +53,13 @@ def write_prediction(found: Prediction, out: Path, overwrite: bool) -> None:
 
     best = found.allocation.best if found.allocation else None
     with new_directory(out, PREDICT, overwrite) as scratch:
-        (scratch / PREDICT).write_text(json.dumps(found.values, indent=1) + "\n")
+        (scratch / PREDICT).write_text(json.dumps(found.values, indent=1) + "\n", encoding="utf-8")
         write_csv(found.frontier, scratch / "frontier.csv")
         draw(found.frontier, found.predictor, scratch / "frontier.png", found.prices, best)
         if found.allocation:
             write_csv(found.allocation.table, scratch / "splits.csv", is_choice=True)
         if found.prices:
-            (scratch / PRICES_FILE).write_text(found.prices.to_json() + "\n")
+            (scratch / PRICES_FILE).write_text(found.prices.to_json() + "\n", encoding="utf-8")
 
 
 def print_prediction(found: Prediction, most: int | None) -> None:

@@ -93,7 +93,7 @@ def _write(found: ScanTable, out: Path, overwrite: bool) -> None:
     from hetdpt.report.scan import draw, write_csv
 
     with new_directory(out, SCAN, overwrite) as scratch:
-        (scratch / SCAN).write_text(found.to_json() + "\n")
+        (scratch / SCAN).write_text(found.to_json() + "\n", encoding="utf-8")
         write_csv(found, scratch / "scan.csv")
         draw(found, scratch / "scan.png")
 

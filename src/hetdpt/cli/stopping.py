@@ -47,7 +47,8 @@ def stoppable() -> Iterator[None]:
     def stop(number: int, frame: FrameType | None) -> None:
         signal.signal(number, signal.SIG_DFL)
         if os.getpid() == own:
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch would tell that workers end, as they are meant to,
+            if hasattr(signal, "SIGCHLD"):  # not on Windows
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch would tell that workers end, as they should,
             sys.unraisablehook = lambda _: None  # and so would what is taken down now
             raise Stopped(number)
         os.kill(os.getpid(), number)  # a process that was forked off ends without a word

@@ -160,7 +160,7 @@ def _study(
     for done in tokens_into(out, models, data, config, place):
         if say:
             say(_line(done))
-    points: list[dict[str, Any]] = json.loads((out / RESULTS).read_text())["points"]
+    points: list[dict[str, Any]] = json.loads((out / RESULTS).read_text(encoding="utf-8"))["points"]
     return points
 
 

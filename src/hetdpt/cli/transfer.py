@@ -107,7 +107,7 @@ def transfer(
         for done in transfer_into(out, models, opened, config, plans, place):
             if not as_json:
                 say(_line(done))
-    rows = json.loads((out / RESULTS).read_text())["rows"]
+    rows = json.loads((out / RESULTS).read_text(encoding="utf-8"))["rows"]
     if as_json:
         return print_json(directory=str(out), mode=mode, rows=rows)
     shown = table(f"{mode} on {data}", "model", *columns(mode))

@@ -123,7 +123,7 @@ def _asked(model: nn.Module, data: Data, config: CollectConfig, blocks: int) -> 
 def read_run(directory: Path) -> dict[str, Any]:
     """Return what a collection in ``directory`` was asked for; ``FileError`` if there is none."""
     try:
-        asked: dict[str, Any] = json.loads((directory / RUN).read_text())
+        asked: dict[str, Any] = json.loads((directory / RUN).read_text(encoding="utf-8"))
         TypeAdapter(CollectConfig).validate_python(asked["config"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise FileError(f"{directory} is no directory of hetdpt collect ({first_line(error)})") from None

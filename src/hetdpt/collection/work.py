@@ -150,7 +150,7 @@ class Job:
             self.model, removal=self.config.removal, batch=place.batch, progress=place.progress
         )
         with written(self.directory / PRICES_FILE) as scratch:
-            scratch.write_text(prices.to_json() + "\n")
+            scratch.write_text(prices.to_json() + "\n", encoding="utf-8")
         if not self._has_dense:
             save(deepcopy(self.model).cpu(), self.directory / DENSE)
         return evaluate(self.model, self.data, workers=place.workers, progress=place.stage("evaluating")).top1

@@ -18,7 +18,7 @@ from hetdpt.data import shapes
 from hetdpt.data.annotated import AnnotatedData, AnnotatedSource
 from hetdpt.data.box_views import BoxView, Objects
 from hetdpt.data.folders import SPLITS
-from hetdpt.data.listed import decode_file
+from hetdpt.data.listed import decode_file, hint_of_turning
 from hetdpt.errors import DataError, first_line
 
 __all__ = ["BoxView", "CocoBoxes", "Objects", "ShapeBoxes", "open_boxes"]
@@ -100,7 +100,7 @@ class CocoBoxes:
         if height is not None and width is not None and (width, height) != image.size:
             raise DataError(
                 f"{path} has {image.width} x {image.height} pixels but {self._file} says {width} x {height}; its boxes "
-                "would not fit"
+                f"would not fit{hint_of_turning(image, (width, height))}"
             )
         return image, self._objects[index]
 

@@ -62,7 +62,10 @@ def reading(name: str) -> Iterator[None]:
 
 
 def decode(file: IO[bytes]) -> Image.Image:
-    """Return the whole image in ``file``, which is closed."""
+    """Return the whole image in ``file``, which is closed.
+
+    The pixels are in the order in which PIL reads them: an EXIF orientation is not applied, as in torchvision and timm.
+    """
     with file, warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # PIL's, of what a camera wrote beside the pixels
         with Image.open(file) as image:
@@ -74,3 +77,8 @@ def decode_file(path: str) -> Image.Image:
     """Return the whole image in the file ``path``; ``OSError`` if that cannot be read."""
     with reading(path):
         return decode(Path(path).open("rb"))
+
+
+def hint_of_turning(image: Image.Image, size: tuple[int, int]) -> str:
+    """Return the likely reason if annotations are of the ``size`` (width, height) of the turned ``image``."""
+    return " (the EXIF orientation of images is not applied)" if image.size == size[::-1] else ""

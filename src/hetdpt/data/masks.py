@@ -16,7 +16,7 @@ from PIL import Image
 from hetdpt.data import shapes
 from hetdpt.data.annotated import AnnotatedData, AnnotatedSource
 from hetdpt.data.folders import EXTENSIONS, SPLITS
-from hetdpt.data.listed import decode_file
+from hetdpt.data.listed import decode_file, hint_of_turning
 from hetdpt.data.mask_views import IGNORED, Mask, MaskView
 from hetdpt.errors import DataError, first_line
 
@@ -48,7 +48,7 @@ class MaskFiles:
             height, width = numbers.shape
             raise DataError(
                 f"mask {file} has {width} x {height} pixels but its image has {image.width} x {image.height}; "
-                "a mask has a number for every pixel of its image"
+                f"a mask has a number for every pixel of its image{hint_of_turning(image, (width, height))}"
             )
         return image, self._mask(numbers, file)
 

@@ -133,7 +133,7 @@ def open_wds(name: str, split: str, root: Path | None) -> Stream:
 
 def _info(folder: Path) -> dict[str, Any]:
     try:
-        info = json.loads((folder / INFO).read_text())
+        info = json.loads((folder / INFO).read_text(encoding="utf-8"))
     except OSError:
         raise DataError(f"there is no {folder / INFO}, which says what is in the shards") from None
     except ValueError as error:

@@ -44,7 +44,7 @@ def save_task(
         }
         write_sealed_json(scratch / TASK, values)
         for name, text in (notes or {}).items():
-            (scratch / name).write_text(text)
+            (scratch / name).write_text(text, encoding="utf-8")
     return target
 
 

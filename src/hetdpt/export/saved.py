@@ -139,12 +139,12 @@ def save(
             "versions": versions(),
         }
         write_sealed_json(scratch / RECIPE, values)
-        (scratch / CARD).write_text(model_card(model, recipe.base, recipe.plan, recipe.input_size))
+        (scratch / CARD).write_text(model_card(model, recipe.base, recipe.plan, recipe.input_size), encoding="utf-8")
         if recipe.base.library == "timm":
-            (scratch / TIMM_CONFIG).write_text(timm_config(model, values))
+            (scratch / TIMM_CONFIG).write_text(timm_config(model, values), encoding="utf-8")
         for name, text in (notes or {}).items():
             assert not (scratch / name).exists(), f"{name} is a file of the saved model itself"
-            (scratch / name).write_text(text)
+            (scratch / name).write_text(text, encoding="utf-8")
     return target
 
 

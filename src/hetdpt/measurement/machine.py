@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import platform
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
+
+from hetdpt.host import processor
 
 
 @dataclass(frozen=True)
@@ -29,16 +29,6 @@ class Machine:
         is_gpu = device.type == "cuda"
         return cls(
             device.type,
-            torch.cuda.get_device_name(device) if is_gpu else _processor(),
+            torch.cuda.get_device_name(device) if is_gpu else processor(),
             torch.get_num_threads(),
         )
-
-
-def _processor() -> str:
-    """Return the name of the CPU: Linux has it in a file, others in the platform."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.processor() or platform.machine())

@@ -63,7 +63,7 @@ def write_rows(path: Path, samples: Iterable[Sample], more: Mapping[str, Sequenc
     columns = more or {}
     lines = [[sample.budget.attention, sample.budget.activation, sample.accuracy] for sample in samples]
     assert all(len(values) == len(lines) for values in columns.values()), "a value for each sample"
-    with written(path) as scratch, scratch.open("w", newline="") as file:
+    with written(path) as scratch, scratch.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         writer.writerow([*COUNTS, *columns])
         writer.writerows([*line, *rest] for line, *rest in zip(lines, *columns.values(), strict=True))

@@ -37,7 +37,7 @@ EMPHASISED = "hetdpt"
 
 def write_csv(comparison: Comparison, path: Path) -> None:
     """Write one line for each number of layers, method and seed."""
-    with path.open("w", newline="") as file:
+    with path.open("w", newline="", encoding="utf-8") as file:
         lines = csv.DictWriter(file, COLUMNS)
         lines.writeheader()
         lines.writerows(_cells(row, comparison) for row in comparison.rows)

@@ -67,7 +67,7 @@ def values_of(split: Split, is_choice: bool = False) -> dict[str, Any]:
 
 def write_csv(splits: Sequence[Split], path: Path, is_choice: bool = False) -> None:
     """Write one line for each split; a cell is empty where there is no such number."""
-    with path.open("w", newline="") as file:
+    with path.open("w", newline="", encoding="utf-8") as file:
         lines = csv.DictWriter(file, (*COLUMNS, *CHOICE) if is_choice else COLUMNS)
         lines.writeheader()
         lines.writerows(values_of(split, is_choice) for split in splits)

@@ -34,7 +34,7 @@ def spell(removal: Removal) -> str:
 
 def write_csv(found: Observations, path: Path) -> None:
     """Write one line for each layer and removal; a cell is empty where there is no such number."""
-    with path.open("w", newline="") as file:
+    with path.open("w", newline="", encoding="utf-8") as file:
         lines = csv.DictWriter(file, COLUMNS)
         lines.writeheader()
         lines.writerows(_lines(found))

@@ -67,7 +67,7 @@ def _templates() -> Environment:
 
 @cache
 def _part(name: str) -> str:
-    return files("hetdpt.report").joinpath("templates", name).read_text()
+    return files("hetdpt.report").joinpath("templates", name).read_text(encoding="utf-8")
 
 
 def _sum(text: str) -> str:

@@ -46,7 +46,7 @@ TITLES = {"attention": "attention removed", "activation": "activation removed, F
 
 def write_csv(table: ScanTable, path: Path) -> None:
     """Write one line for each site and style; a cell is empty where there is no such number."""
-    with path.open("w", newline="") as file:
+    with path.open("w", newline="", encoding="utf-8") as file:
         lines = csv.writer(file)
         lines.writerow(COLUMNS)
         lines.writerows(_cells(row) for row in table.rows)

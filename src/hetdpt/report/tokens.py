@@ -28,7 +28,7 @@ LOOKS = (
 
 def write_csv(points: Sequence[Point], path: Path) -> None:
     """Write one line for each point."""
-    with path.open("w", newline="") as file:
+    with path.open("w", newline="", encoding="utf-8") as file:
         lines = csv.DictWriter(file, list(points[0]))
         lines.writeheader()
         lines.writerows(points)

@@ -33,7 +33,7 @@ class Metrics:
             self._writer = _board(self.board, update) if self.board else None
         if kind == EPOCH:
             self._require_next(numbers["number"])
-        with self.file.open("a") as file:
+        with self.file.open("a", encoding="utf-8") as file:
             file.write(json.dumps(sealed({"kind": kind, "update": update, **numbers})) + "\n")
         if self._writer is not None:
             for name, number in numbers.items():
@@ -62,7 +62,7 @@ class Metrics:
         is_later = [line["update"] > update or (line["update"], line["kind"]) == (update, kind) for line in lines]
         kept = lines[: is_later.index(True)] if any(is_later) else lines
         with written(self.file) as scratch:
-            scratch.write_text("".join(json.dumps(sealed(line)) + "\n" for line in kept))
+            scratch.write_text("".join(json.dumps(sealed(line)) + "\n" for line in kept), encoding="utf-8")
         self._is_trimmed, self._epochs = True, sum(line["kind"] == EPOCH for line in kept)
 
     def _lines(self) -> list[dict[str, Any]]:

@@ -70,7 +70,7 @@ class Run:
     def _begin(self, asked: dict[str, Any]) -> None:
         if not self.is_begun:
             with written(self.directory / RUN) as scratch:
-                scratch.write_text(json.dumps(asked, indent=1) + "\n")
+                scratch.write_text(json.dumps(asked, indent=1) + "\n", encoding="utf-8")
 
     @property
     def is_begun(self) -> bool:
@@ -106,7 +106,7 @@ def share(directory: Path, asked: dict[str, Any]) -> None:
     if not file.is_file():
         _make_shared(directory)
         scratch = file.with_name(f".{RUN}.{uuid4().hex}")
-        scratch.write_text(json.dumps(asked, indent=1) + "\n")
+        scratch.write_text(json.dumps(asked, indent=1) + "\n", encoding="utf-8")
         flush(scratch)
         with suppress(FileExistsError):  # of several processes at once the first one wins
             os.link(scratch, file)

@@ -154,7 +154,7 @@ def read_flow(run: Path) -> tuple[str, ...]:
     if not file.is_file():
         return STAGES
     try:
-        found = json.loads(file.read_text())
+        found = json.loads(file.read_text(encoding="utf-8"))
         return tuple(name for name in STAGES if name in found)
     except (OSError, ValueError, TypeError) as error:
         raise FileError(f"{file} is damaged ({first_line(error)}); the command of the run writes it again") from None
@@ -301,7 +301,7 @@ class Clock:
         self._last = time.monotonic()
         values = {"text": text, "done": done, "total": total, "time": time.time(), "seconds": self.seconds}
         with written(self.record.directory / NOW) as scratch:
-            scratch.write_text(json.dumps(values))
+            scratch.write_text(json.dumps(values), encoding="utf-8")
 
     def finish(self, result: dict[str, Any]) -> StageRecord:
         """Write what the stage came to."""

@@ -7,8 +7,6 @@ rather too large than too small.
 
 from __future__ import annotations
 
-import resource
-import sys
 from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -23,6 +21,7 @@ from hetdpt.config import RunConfig
 from hetdpt.data.sources import Data
 from hetdpt.entropy import require_offered
 from hetdpt.errors import TrainError
+from hetdpt.host import peak_memory
 from hetdpt.measurement.costs import Costs
 from hetdpt.measurement.machine import Machine
 from hetdpt.plan import KINDS, Budget, Kind, Plan
@@ -148,9 +147,8 @@ def _memory(device: torch.device) -> dict[str, Any]:
     """Return how many bytes were in use at most, and by whom."""
     if device.type == "cuda":
         return {"memory": torch.cuda.max_memory_allocated(device), "memory_of": "tensors on the GPU"}
-    unit = 1 if sys.platform == "darwin" else 1024
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-    return {"memory": peak, "memory_of": "this process with its libraries; processes that read images come on top"}
+    whose = "this process with its libraries; processes that read images come on top"
+    return {"memory": peak_memory(), "memory_of": whose}
 
 
 class _Forecast:

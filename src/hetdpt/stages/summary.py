@@ -70,7 +70,7 @@ class Summary:
         """Return what is written in a finished run; ``FileError`` if there is none."""
         file = directory / SUMMARY
         try:
-            values = json.loads(file.read_text())
+            values = json.loads(file.read_text(encoding="utf-8"))
             goal = values["goal"]
             further = Next(Budget(**goal["next"]["budget"])) if goal["next"] else None
             known = {**values, "goal": Goal(**{**goal, "next": further}), "warnings": tuple(values["warnings"])}

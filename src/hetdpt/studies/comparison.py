@@ -163,7 +163,7 @@ class Comparison:
         """Return what is written in a directory of ``hetdpt compare``; ``FileError`` if there is none."""
         file = directory / RESULTS
         try:
-            return cls.from_dict(json.loads(file.read_text()))
+            return cls.from_dict(json.loads(file.read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise FileError(f"{file} cannot be read ({first_line(error)}); run hetdpt compare again") from None
 

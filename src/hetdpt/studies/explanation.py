@@ -255,6 +255,6 @@ def _write(figure: Path, made: Explanation, seen: Any) -> None:
         figure.parent.mkdir(parents=True, exist_ok=True)
         with written(figure) as drawing, written(numbers_beside(figure)) as numbers:
             draw(pictures, made.layers, drawing)
-            numbers.write_text(json.dumps(values, indent=1) + "\n")
+            numbers.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
     except OSError as error:
         raise FileError(f"{figure} cannot be written: {error.strerror or error}; give another place") from None

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 
 import torch
 from accelerate import Accelerator
@@ -13,6 +11,7 @@ from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, pa
 
 from hetdpt.errors import TrainError
 from hetdpt.modules import find_device
+from hetdpt.training.bfloat16 import runs_bfloat16
 
 __all__ = ["Accelerator", "is_sharded", "start"]
 
@@ -67,8 +66,4 @@ def _choose(precision: str, device: torch.device) -> str:
 
 
 def _runs_bfloat16(device: torch.device) -> bool:
-    """Whether a matrix product in bfloat16 survives: on some CPUs it ends the process, so another one tries."""
-    if device.type == "cuda":
-        return bool(torch.cuda.is_bf16_supported())
-    code = f"import torch; a = torch.ones(64, 64, dtype=torch.bfloat16, device={device.type!r}); (a @ a).sum().item()"
-    return subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
+    return bool(torch.cuda.is_bf16_supported()) if device.type == "cuda" else runs_bfloat16(device.type)
