@@ -92,7 +92,7 @@ class Stage:
 
     work: Callable[[Task], Result]
     settings: tuple[str, ...] = ()
-    """Fields of the configuration."""
+    """Fields of the configuration, and ``sampled_layers``."""
     inputs: tuple[str, ...] = ()
     """Stages whose results it uses, and inputs that are no stages."""
     by_all: bool = False
@@ -106,7 +106,7 @@ class Stage:
 
     def asked_of(self, config: RunConfig, given: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         """Return what is asked of it as far as that is known before the first stage, as plain JSON."""
-        values = asdict(config) | {"device": find_device(config.device).type}
+        values = asdict(config) | {"device": find_device(config.device).type, "sampled_layers": config.sampled_layers}
         settings = {name: values[name] for name in self.settings}
         return {"settings": settings, "inputs": {name: given[name] for name in self.inputs if name in given}}
 
