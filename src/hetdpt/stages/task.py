@@ -15,7 +15,7 @@ from torch import nn
 from hetdpt.adapters.identity import fingerprint
 from hetdpt.collection.work import Workplace
 from hetdpt.config import RunConfig
-from hetdpt.data.sources import Data, identity_of
+from hetdpt.data.sources import Data
 from hetdpt.errors import TrainError
 from hetdpt.modules import find_device
 from hetdpt.predictor.polynomial import Row
@@ -151,7 +151,7 @@ def _work(stage: Stage, task: Task, record: StageRecord) -> None:
 
 def identities(model: nn.Module, data: Data, samples: Sequence[Row] | None) -> dict[str, Any]:
     """Return what the inputs of a run are known by that are no stages."""
-    return {MODEL: fingerprint(model), DATA: identity_of(data), SAMPLES: checksum(plain_rows(samples or ()))}
+    return {MODEL: fingerprint(model), DATA: data.identity, SAMPLES: checksum(plain_rows(samples or ()))}
 
 
 def _versions() -> dict[str, str]:
