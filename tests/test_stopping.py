@@ -60,7 +60,7 @@ SCENES = {
     "where nothing can be raised, and workers start then": "Dying(); read(); wait()",
     "among workers, which have it first": "read([(0, signal.SIGTERM), (OWN, signal.SIGTERM)]); wait()",
     "among workers only": "read([(0, signal.SIGTERM)]); wait()",
-    "while workers start": "read(worker_init_fn=lambda _: os.kill(OWN, signal.SIGTERM)); wait()",
+    "while workers start": "read(worker_init_fn=lambda worker: worker or os.kill(OWN, signal.SIGTERM)); wait()",
     "among failures of what is taken down": """try:
     os.kill(OWN, signal.SIGTERM)
     wait()
