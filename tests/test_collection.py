@@ -398,10 +398,12 @@ def test_something_else_is_not_mixed_in(whole: Path, home: Path, dense: nn.Modul
         list(collect_into(whole, dense, "demo", config(images=25)))
     with pytest.raises(FileError, match="was begun with config.recovery.training.lr = 0.0005, not 0.001"):
         list(collect_into(whole, dense, "demo", config(recovery=brief(**{"training.lr": 1e-3}))))
+    with pytest.raises(FileError, match="was begun with batch = 1, not 3"):
+        list(collect_into(whole, dense, "demo", config(), Workplace(batch=3)))
     with torch.no_grad():
         dense.head.bias += 1
     with pytest.raises(FileError, match="was begun with model ="):
-        list(collect_into(whole, dense, "demo", config()))
+        list(collect_into(whole, dense, "demo", config(), Workplace(batch=1)))
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(FileError, match="holds other things than a run"):
         list(collect_into(tmp_path, hetdpt.load(home / "dense"), "demo", config()))
@@ -466,10 +468,12 @@ def test_bad_options(options: tuple[str, ...], text: str, run: Run, home: Path, 
 def test_a_recheck_needs_a_collection_and_its_data(whole: Path, tmp_path: Path) -> None:
     with pytest.raises(FileError, match="is no directory of hetdpt collect"):
         list(recheck_into(tmp_path, [Budget(1, 0)], "demo"))
-    other = replace(open_data("demo"), name="other")
-    with pytest.raises(PredictError, match="was collected on demo, not on other"):
-        list(recheck_into(whole, [Budget(1, 0)], other))
-    assert read_run(whole)["data"] == "demo"
+    demo = open_data("demo")
+    with pytest.raises(
+        PredictError, match=r"was collected on other data: data.images = \[1437, 360\], not \[360, 360\]"
+    ):
+        list(recheck_into(whole, [Budget(1, 0)], replace(demo, train=demo.val)))
+    assert read_run(whole)["data"] == demo.identity
 
 
 def test_the_command_tells_what_it_does(run: Run, home: Path, whole: Path) -> None:

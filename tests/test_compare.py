@@ -333,6 +333,8 @@ def test_another_question_is_refused(home: Path, whole: Comparison, dense: nn.Mo
         list(compare(out, dense, data, selection=other))
     with pytest.raises(FileError, match="was begun with config.recovery.training.epochs = 1, not 2"):
         list(compare(out, dense, data, recovery=config().recovery.with_settings({"training.epochs": 2})))
+    with pytest.raises(FileError, match="was begun with batch = 1, not 3"):
+        list(compare_into(out, dense, data, config(), Workplace(batch=3), samples=SAMPLES))
     with pytest.raises(FileError, match="was begun with samples ="):
         list(compare_into(out, dense, data, config(), samples=SAMPLES[1:]))
     assert Comparison.read(out) == whole

@@ -147,6 +147,15 @@ class TestAWholeRun:
         hetdpt.run(asked(home, out=moved), watch=found.append)
         assert kinds(found, "skip") == list(USUAL)
 
+    def test_a_model_that_was_moved_is_the_same_one_and_the_report_names_its_place(
+        self, home: Path, done: Path, tmp_path: Path
+    ) -> None:
+        copy, place, found = copied(done, tmp_path), str(tmp_path / "moved"), list[Event]()
+        shutil.copytree(home / "dense", place)
+        summary = hetdpt.run(asked(home, out=copy, model=place), watch=found.append)
+        assert kinds(found, "begin") == ["report"]
+        assert summary.model == place
+
     def test_samples_are_measured_on_training_images_that_are_held_out(self, done: Path) -> None:
         collected = StageRecord.read(stage_directory(done, "collect")).result
         assert collected["measured_on"] == "287 training images that were held out"
@@ -303,7 +312,7 @@ class TestOtherWays:
             "dense": {"macs": 10.0, "params": 10.0, "ms": 10.0}, "attention": [price] * 3, "activation": [price] * 3,
             "measured": "by hand",
         })  # fmt: skip
-        hetdpt.run(asked(home, out=copy, **config), redo="allocate", until="measure")
+        hetdpt.run(asked(home, out=copy, **config), redo="fit", until="measure")
         budget = StageRecord.read(stage_directory(copy, "allocate")).result["budget"]
         expected = 10 / (10 - sum(budget.values()))
         assert expected >= 1.2

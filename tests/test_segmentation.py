@@ -123,7 +123,7 @@ def test_a_flat_folder_is_both_splits_and_says_so(tmp_path: Path) -> None:
     write(tmp_path, "images", "annotations")
     with pytest.warns(UserWarning, match="has no splits, so that scores are of the very images that are learned from"):
         data = open_masks(str(tmp_path))
-    assert data.facts["train"] == data.facts["val"]
+    assert data.facts["data"]["train"] == data.facts["data"]["val"]
     assert data.classes == ("1", "2")
     assert open_masks(str(tmp_path), splits=("val",)).classes == data.classes  # one split: no word, which would raise
 

@@ -25,6 +25,7 @@ from test_cli import Result, Run
 
 import hetdpt
 from hetdpt.cli import main, show
+from hetdpt.data.sources import open_data
 from hetdpt.runs.run import summary_of as kept_summary
 
 run = test_cli.run  # the fixture
@@ -215,7 +216,7 @@ def test_a_run_leaves_its_models_and_numbers(finished: tuple[Path, Result]) -> N
     assert names(out) == [*files, "tensorboard"]
     assert names(out / "checkpoints") == []
     asked = json.loads((out / "run.json").read_text())
-    assert (asked["data"], asked["processes"], asked["per_class"]) == ("demo", 1, 40)
+    assert (asked["data"], asked["processes"], asked["per_class"]) == (open_data("demo").identity, 1, 40)
     assert (asked["training.lr"], asked["training.lr_batch"], asked["training.ema_decay"]) == (1e-3, None, 0.9)
     assert len(asked["student"]) == len(asked["teacher"]) == 64
     assert asked["student"] == asked["teacher"]  # the student unpruned

@@ -387,7 +387,7 @@ def test_fine_tuning_starts_with_a_fresh_head_and_trains_all_weights(
         assert row["params"] == hetdpt.count_params(model)
         run = tmp_path / "run" / Path(row["saved"]).parent
         asked = json.loads((run / "run.json").read_text())
-        assert (asked["teacher"], asked["distillation.kind"], asked["images"]) == (None, "none", [20, 20])
+        assert (asked["teacher"], asked["distillation.kind"], asked["data"]["images"]) == (None, "none", [20, 20])
         assert json.loads((run / "summary.json").read_text())["last"] == row["top1"]
     trained = hetdpt.load(tmp_path / "run" / rows_in(tmp_path / "run")[0]["saved"]).state_dict()
     still = [name for name, value in dense.state_dict().items() if torch.equal(trained[name], value)]

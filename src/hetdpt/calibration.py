@@ -12,7 +12,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
 from operator import length_hint
 from typing import Any
 
@@ -22,7 +21,7 @@ from torch import Tensor, nn
 from hetdpt.adapters.anatomy import Handle
 from hetdpt.errors import DataError, ModelError, PlanError
 from hetdpt.fold import Means, Moments, exact, fit_linear, fit_mean
-from hetdpt.modules import checked, clone, evaluating, memory_advice, require_more_than_once
+from hetdpt.modules import Peeked, checked, clone, evaluating, is_once, memory_advice
 from hetdpt.plan import Fit, Plan, Site
 from hetdpt.surgery import (
     Values,
@@ -89,24 +88,21 @@ def calibrate_(
     if sweeps < 1:
         raise PlanError(f"each replacement is fitted at least once, not {sweeps} times")
     plan = replace(plan, fits=(), removal=plan.removal if plan.is_any_fitted else "calibrated")
-    is_once = iter(batches) is batches
-    if is_once and (absorb or sweeps > 1):
+    if is_once(batches) and (absorb or sweeps > 1):
         raise DataError(
             "absorb and sweeps go over the images more than once, but came an iterator that can be read only once; "
             "give a list of batches or a loader"
         )
-    stream = checked(batches, model, PURPOSE)
-    first = next(stream)
-    size = first.shape[1], first.shape[2], first.shape[3]
+    images = Peeked(batches, model, PURPOSE)
+    size = images.first.shape[1], images.first.shape[2], images.first.shape[3]
     place_(clone(model), plan, size)  # what does not fit is refused before anything is fitted
-    dense = ready_for(first, model, plan.removal)
+    dense = ready_for(images.first, model, plan.removal)
     going = _going(dense, plan)
-    if is_once:
+    if images.is_once:
         asked = {handle.site: (plan.style_of(handle.site.kind),) for handle in going if _is_fitted(handle, plan)}
-        found = [*fit_sites(dense, asked, chain([first], stream), progress=progress).values()]
+        found = [*fit_sites(dense, asked, images, progress=progress).values()]
     else:
-        stream.close()
-        found = _fit_in_order(dense, plan, batches, absorb, sweeps, progress)
+        found = _fit_in_order(dense, plan, images, absorb, sweeps, progress)
     place_(model, plan, size)
     for fitted in found:
         fill_(model, fitted.site, fitted.values, fitted.fit)
@@ -121,14 +117,13 @@ def gate_fitted_(
     ``gate_`` for any removal: those that are fitted are so on ``batches``, each as if it were the only one. Where that
     fails the model is as it was.
     """
-    require_more_than_once(batches, "once for their size and once for the fit")
-    first = next(checked(batches, model, PURPOSE))
-    place_gates_(model, plan, (first.shape[1], first.shape[2], first.shape[3]), sites)
+    images = Peeked(batches, model, PURPOSE)
+    place_gates_(model, plan, (images.first.shape[1], images.first.shape[2], images.first.shape[3]), sites)
     gates = gates_by_site(model)
     for gate in gates.values():
         gate.is_open = True
     try:
-        refit_gates_(model, plan, batches)
+        refit_gates_(model, plan, images)
     except Exception:
         restore_(model)
         raise
@@ -198,7 +193,7 @@ def fit_sites(
         for site, styles in asked.items()
         for style in styles
     ]
-    groups = [sums] if iter(batches) is batches else _groups(sums)
+    groups = [sums] if is_once(batches) else _groups(sums)
     found: dict[tuple[Site, str], Fitted] = {}
     for number, group in enumerate(groups):
         move = partial(_move, progress, number, len(groups)) if progress else None

@@ -157,6 +157,11 @@ class RunConfig:
         return self.is_split and self.samples is None
 
     @property
+    def sampled_layers(self) -> int | None:
+        """How many layers samples of accuracy are to reach; None where that is not known, or ``rounds`` say it."""
+        return self.layers if self.rounds is None else None
+
+    @property
     def stages(self) -> tuple[str, ...]:
         """The names of the stages that the run has, in order."""
         is_needed = {

@@ -8,7 +8,6 @@ Nothing is trained, chosen for good or written here.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from itertools import chain
 from math import inf, isfinite, nan
 from operator import length_hint
 
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 
 from hetdpt.calibration import is_fitted, variants_of
 from hetdpt.errors import DataError, ModelError, PlanError
-from hetdpt.modules import checked, memory_advice, require_more_than_once
+from hetdpt.modules import Peeked, memory_advice, require_more_than_once
 from hetdpt.plan import KINDS, Kind, Site
 from hetdpt.surgery import Removal, ready_for, removable
 from hetdpt.variants import MEMORY, Probe, ProbeName, Scan
@@ -62,14 +61,13 @@ def transfer_entropy(
     blocks.1.attn counts
     blocks.1.mlp.act counts
     """
-    stream = checked(batches, model, PURPOSE)
-    first = next(stream)
-    base = ready_for(first, model, removal)
+    images = Peeked(batches, model, PURPOSE)
+    base = ready_for(images.first, model, removal)
     if is_fitted(base):
         require_more_than_once(batches, "twice: to fit the replacements, and to compare")
-    variants = variants_of(base, removable(base, sites), batches)
-    scan = Scan(base, variants, Probe.of(probe, base, first, PURPOSE), first, memory)
-    dense, without = _entropies(scan, chain([first], stream), progress, length_hint(batches))
+    variants = variants_of(base, removable(base, sites), images)
+    scan = Scan(base, variants, Probe.of(probe, base, images.first, PURPOSE), images.first, memory)
+    dense, without = _entropies(scan, images, progress, length_hint(images))
     return {site: transfer(dense, entropy, signed) for site, entropy in without.items()}
 
 
@@ -92,17 +90,17 @@ def greedy_order(
     all); for the rest see ``transfer_entropy``.
     """
     require_more_than_once(batches, "once for each site")
-    first = next(checked(batches, model, PURPOSE))
-    pruned = ready_for(first, model, removal)
-    looked_at = Probe.of(probe, pruned, first, PURPOSE)
+    images = Peeked(batches, model, PURPOSE)
+    pruned = ready_for(images.first, model, removal)
+    looked_at = Probe.of(probe, pruned, images.first, PURPOSE)
     left = [site for site in removable(pruned) if None in kinds or site.kind in kinds]
     require_offered(left, kinds)
     order: dict[Site, float] = {}
     dense = nan
     for step, kind in enumerate(kinds, 1):
-        variants = variants_of(pruned, [site for site in left if kind in (None, site.kind)], batches)
-        scan = Scan(pruned, variants, looked_at, first, memory)
-        entropy, without = _entropies(scan, checked(batches, model, PURPOSE))
+        variants = variants_of(pruned, [site for site in left if kind in (None, site.kind)], images)
+        scan = Scan(pruned, variants, looked_at, images.first, memory)
+        entropy, without = _entropies(scan, images)
         dense = entropy if step == 1 else dense
         values = {site: transfer(dense, value, signed) for site, value in without.items()}
         least = min(values, key=values.__getitem__)

@@ -18,7 +18,6 @@ from hetdpt.adapters.identity import fingerprint
 from hetdpt.adapters.preprocessing import preprocessing_of
 from hetdpt.calibration import calibrate_
 from hetdpt.data.sources import Data, open_data
-from hetdpt.data.streams import Stream
 from hetdpt.data.unlabelled import ImageBatches
 from hetdpt.errors import FileError, HetDPTError, PlanError
 from hetdpt.export.saved import load, save
@@ -32,7 +31,7 @@ from hetdpt.runs.run import Run
 from hetdpt.selection.importance import Picked
 from hetdpt.selection.select import SelectConfig, StageProgress, select
 from hetdpt.surgery import merge_, place_, prune_
-from hetdpt.training.processes import start
+from hetdpt.training.processes import Accelerator, start
 from hetdpt.training.trainer import Epoch, Progress
 
 EVERY = 50  # updates between two lines of metrics.jsonl
@@ -68,10 +67,12 @@ def recover_into(
     if plan is not None:
         place_(clone(student), plan)  # a plan that does not fit is refused before anything is written
     with processes.main_process_first():
-        asked = _asked(student, teacher, opened, config, processes.num_processes)
-        asked["precision"] = processes.mixed_precision  # what "auto" stands for on this device
-        if isinstance(opened.train, Stream):
-            asked["workers"] = workers  # they share out the shards, and so decide the order
+        asked = {
+            "student": fingerprint(student),
+            "teacher": fingerprint(teacher) if teacher is not None else None,
+            **_asked(opened, workers, processes),
+            **flat(asdict(config)),
+        }
         if plan is not None:
             asked |= {"plan": json.loads(plan.to_json()), "calibration": calibration if plan.fitted else None}
         run = Run.open(directory, asked, minutes, has_board=tensorboard, is_first=processes.is_main_process)
@@ -115,8 +116,7 @@ def select_into(
     processes = start(config.search.training.precision, device)
     asked = {
         "model": fingerprint(model),
-        **opened.facts,
-        "processes": processes.num_processes,
+        **_asked(opened, workers, processes),
         "budget": asdict(budget) if isinstance(budget, Budget) else budget,
         "method": method,
         **asdict(config),
@@ -231,14 +231,7 @@ def _summary(epochs: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _asked(
-    student: nn.Module, teacher: nn.Module | None, data: Data, config: RecoverConfig, processes: int
-) -> dict[str, Any]:
-    """Return all that decides the outcome of a recovery, as plain JSON."""
-    return {
-        "student": fingerprint(student),
-        "teacher": fingerprint(teacher) if teacher is not None else None,
-        **data.facts,
-        "processes": processes,
-        **flat(asdict(config)),
-    }
+def _asked(data: Data, workers: int, processes: Accelerator) -> dict[str, Any]:
+    """Return what beside models and settings decides the outcome of a training, as plain JSON."""
+    precision = processes.mixed_precision  # what "auto" stands for on this device
+    return {**data.facts(workers), "processes": processes.num_processes, "precision": precision}

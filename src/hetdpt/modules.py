@@ -9,6 +9,9 @@ import hashlib
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
+from functools import partial
+from itertools import chain
+from operator import length_hint
 from typing import Any
 
 import torch
@@ -116,9 +119,40 @@ def checked(batches: Iterable[Tensor], model: nn.Module, purpose: str) -> Genera
         raise DataError(f"{purpose} needs images, but the batches are empty; an iterator can be read only once")
 
 
+class Peeked:
+    """Images as ``checked`` yields them, the first batch of which is known before they are gone through.
+
+    What was opened to look at it is what the first pass goes on with, so that no workers are started for a look.
+    """
+
+    def __init__(self, batches: Iterable[Tensor], model: nn.Module, purpose: str) -> None:
+        self._open = partial(checked, batches, model, purpose)
+        opened = self._open()
+        self.first = next(opened)
+        self._opened: Iterator[Tensor] | None = chain([self.first], opened)
+        self.is_once = is_once(batches)
+        self._length = length_hint(batches)
+        self.count = 0
+        """Images of the latest pass, so far."""
+
+    def __length_hint__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[Tensor]:
+        stream, self._opened, self.count = self._opened or self._open(), None, 0
+        for images in stream:
+            self.count += len(images)
+            yield images
+
+
+def is_once(batches: Iterable[Tensor]) -> bool:
+    """Whether ``batches`` can be gone through only once; they are not opened to find out."""
+    return batches.is_once if isinstance(batches, Peeked) else isinstance(batches, Iterator)
+
+
 def require_more_than_once(batches: Iterable[Tensor], times: str) -> None:
     """Raise ``DataError`` if ``batches`` are an iterator; ``times`` is how often they are gone through, in words."""
-    if iter(batches) is batches:
+    if is_once(batches):
         raise DataError(
             f"this goes over the images {times}, but came an iterator that can be read only once; "
             "give a list of batches or a loader"

@@ -30,8 +30,8 @@ GOALS = ("speedup", "macs", "params")
 SEARCH = ("method", *HOW, "search", "candidates", "explores")
 FLOW = (
     Stage(analyse, ("removal", "batch", "device"), (MODEL, DATA), by_all=True),
-    Stage(collect, (*HOW, "rounds", "collection"), (MODEL, DATA)),
-    Stage(fit, (), (MODEL, "collect", SAMPLES)),
+    Stage(collect, (*HOW, "rounds", "sampled_layers", "collection"), (MODEL, DATA)),
+    Stage(fit, (), (MODEL, "analyse", "collect", SAMPLES)),
     Stage(allocate, ("layers", *GOALS, "plus"), ("analyse", "fit")),
     Stage(balance, (*HOW, *GOALS, "width", "depths", "collection", "search", "batch"), (MODEL, DATA, "analyse", "fit")),
     Stage(select, (*SEARCH, "layers", "budget"), (MODEL, DATA, "allocate", "balance"), by_all=True),
@@ -42,7 +42,7 @@ FLOW = (
     Stage(measure, ("batch", "device"), (MODEL, DATA, "merge", "reduce"), by_all=True),
     Stage(save, ("onnx",), ("merge", "reduce")),
     Stage(compare, ("compare", *SEARCH, "recovery"), (MODEL, DATA, "select")),
-    Stage(report, (), STAGES[:-1], is_derived=True),
+    Stage(report, ("model", "data", *GOALS), STAGES[:-1], is_derived=True),
 )
 
 
@@ -87,8 +87,8 @@ def _held(task: Task, flow: list[Stage], redo: str | None) -> AbstractContextMan
     """Hold the run directory in the first process of a group."""
     if not task.processes.is_main_process:
         return nullcontext()
-    config = task.config
-    return held(config.out, config.to_yaml(), asked_of(flow, config, task.given), redo)
+    config, derived = task.config, [stage.name for stage in flow if stage.is_derived]
+    return held(config.out, config.to_yaml(), asked_of(flow, config, task.given), redo, derived)
 
 
 def asked_of(flow: list[Stage], config: RunConfig, given: Mapping[str, Any]) -> dict[str, Asked]:

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import shlex
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing import active_children
 from types import FrameType
+
+from hetdpt.errors import DataError
+
+IS_POSIX = hasattr(signal, "SIGALRM")  # Windows has neither alarms nor a signal for a child that ends
+AGAIN, GRACE = 0.01, 0.5  # seconds until a stop that was lost is tried again; that a signal may take to get here
 
 RESUMABLE = {
     "run", "demo", "collect", "oneshot", "observe", "compare", "select", "tokens", "transfer", "train", "recover",
@@ -41,17 +49,34 @@ class Stopped(BaseException):
 
 @contextmanager
 def stoppable() -> Iterator[None]:
-    """Let Ctrl-C and SIGTERM end the block by ``Stopped``; the same signal a second time ends the process at once."""
-    own = os.getpid()
+    """Let Ctrl-C and SIGTERM end the block by ``Stopped``; the same signal a second time ends the process at once.
+
+    Whatever else is raised once a signal came is taken for ``Stopped`` too. Where the signal has reached a worker that
+    reads images before it reaches this process, the failure of the worker is waited out.
+    """
+    own, came = os.getpid(), list[Stopped]()
 
     def stop(number: int, frame: FrameType | None) -> None:
+        came.append(Stopped(number))
         signal.signal(number, signal.SIG_DFL)
-        if os.getpid() == own:
-            if hasattr(signal, "SIGCHLD"):  # not on Windows
-                signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch would tell that workers end, as they should,
-            sys.unraisablehook = lambda _: None  # and so would what is taken down now
-            raise Stopped(number)
-        os.kill(os.getpid(), number)  # a process that was forked off ends without a word
+        if os.getpid() != own:
+            os.kill(os.getpid(), number)  # a process that was forked off ends without a word
+        sys.unraisablehook = look_for_lost
+        if IS_POSIX:
+            signal.signal(signal.SIGALRM, end)
+        end(number, frame)
+
+    def end(number: int, frame: FrameType | None) -> None:
+        if IS_POSIX:
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch would raise for workers that end, as they should
+        for worker in active_children():
+            worker.kill()  # they only read; alive, they would complain that nobody takes what they have read
+        raise came[0]
+
+    def look_for_lost(lost: sys.UnraisableHookArgs) -> None:
+        """Try again in a moment: Python drops what is raised in ``__del__``. Tell nothing of what is taken down now."""
+        if isinstance(lost.exc_value, Stopped) and IS_POSIX:
+            signal.setitimer(signal.ITIMER_REAL, AGAIN)
 
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     for number, handler in before.items():
@@ -59,9 +84,38 @@ def stoppable() -> Iterator[None]:
             signal.signal(number, stop)
     try:
         yield
+    except SystemExit:
+        raise
+    except BaseException as error:
+        if not came and (ended := ended_worker(error)):
+            time.sleep(GRACE)  # if the signal was meant for this process too, it ends here
+            raise ended from None
+        raise came[0] if came else error from None
     finally:
+        if IS_POSIX:
+            signal.setitimer(signal.ITIMER_REAL, 0)
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def ended_worker(error: BaseException) -> Stopped | DataError | None:
+    """Return what ends a command in which a worker that reads images has ended; None where none has.
+
+    torch raises it anywhere, so that what caused ``error`` is looked at too.
+
+    >>> ended_worker(RuntimeError("DataLoader worker (pid 7) is killed by signal: Terminated. ")).name
+    'SIGTERM'
+    """
+    causes, ended = error, list[str]()
+    while causes is not None:
+        ended += re.findall(r"DataLoader worker \(pid\S* [\d, ]+\) (.+?)\.? *$", str(causes))
+        causes = causes.__cause__ or causes.__context__
+    if not ended:
+        return None
+    for number, name in {signal.SIGTERM: "Terminated", signal.SIGINT: "Interrupt"}.items():
+        if f"is killed by signal: {name}" in ended:
+            return Stopped(number)
+    return DataError(f"a worker that reads images {ended[-1]}; is memory short? Give fewer --workers")
 
 
 def farewell(stopped: Stopped) -> str:

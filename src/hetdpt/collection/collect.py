@@ -23,6 +23,7 @@ from hetdpt.predictor.polynomial import FEWEST, Row
 from hetdpt.predictor.prices import Prices
 from hetdpt.predictor.rows import read_rows, samples_file
 from hetdpt.predictor.samples import Chain, CollectConfig
+from hetdpt.runs.asked import first_difference
 from hetdpt.runs.run import RUN, share
 from hetdpt.surgery import known, ready, removable
 
@@ -60,7 +61,7 @@ def collect_into(
         raise PredictError(f"the chain {chain} has no rounds; those that have are {', '.join(chains)}")
     if config.rounds is None:
         _require_enough(chains, config)
-    share(directory, _asked(model, opened, config, blocks))
+    share(directory, _asked(model, opened, config, place, blocks))
     tree = tree_of(chains)
     job = Job(directory, SAMPLES, model.to(find_device(place.device)), opened, config, place, tree, prices)
     wanted = [n for n in tree.values() if chain is None or n.kinds == chains[chain][: len(n.kinds)]]
@@ -83,8 +84,8 @@ def recheck_into(
     directory, place = Path(directory), place or Workplace()
     opened = data if isinstance(data, Data) else open_data(data)
     asked = read_run(directory)
-    if opened.name != asked["data"]:
-        raise PredictError(f"{directory} was collected on {asked['data']}, not on {opened.name}; give the same data")
+    if difference := first_difference({"data": asked.get("data")}, opened.facts()):
+        raise PredictError(f"{directory} was collected on other data: {difference}; give the same data")
     config = TypeAdapter(CollectConfig).validate_python(asked["config"])
     epochs = epochs or LONGER * config.recovery.training.epochs
     place.require_alone(config.recovery.training.precision, ALONE)
@@ -110,13 +111,14 @@ def _require_enough(chains: dict[Chain, tuple[Kind, ...]], config: CollectConfig
         )
 
 
-def _asked(model: nn.Module, data: Data, config: CollectConfig, blocks: int) -> dict[str, Any]:
+def _asked(model: nn.Module, data: Data, config: CollectConfig, place: Workplace, blocks: int) -> dict[str, Any]:
     """Return all that decides what a step comes to, as plain JSON; how many there are does not."""
     return {
         "model": fingerprint(model),
         "blocks": blocks,
-        **data.facts,
+        **data.facts(place.workers),
         "config": asdict(replace(config, rounds=None)),
+        "batch": place.batch,
     }
 
 

@@ -55,7 +55,8 @@ class Done:
 
 @dataclass(frozen=True, kw_only=True)
 class Workplace:
-    """How this process works; none of it decides what comes out."""
+    """How this process works; nothing else decides what comes out, but ``batch`` does where speed is measured, and
+    ``workers`` do where a stream of shards is trained on."""
 
     device: str | None = None
     workers: int = 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -51,17 +52,20 @@ class Data:
     val: Source | Stream | None
     num_classes: int
 
-    @property
-    def facts(self) -> dict[str, Any]:
-        """What a run that was begun with this data is to be continued with, as plain JSON."""
+    @cached_property
+    def identity(self) -> dict[str, Any]:
+        """What tells this data apart from other data wherever it lies, as plain JSON; no image is read."""
         images = [len(split) if split is not None else None for split in (self.train, self.val)]
-        return {"data": self.name, "classes": self.num_classes, "images": images}
+        return {"classes": self.num_classes, "images": images, "names": _checksum(self)}
 
+    def facts(self, workers: int | None = None) -> dict[str, Any]:
+        """Return what a run that was begun with this data is to be continued with, as plain JSON.
 
-def identity_of(data: Data) -> dict[str, Any]:
-    """Return what tells data apart from other data wherever it lies, as plain JSON; no image is read."""
-    images = [len(split) if split is not None else None for split in (data.train, data.val)]
-    return {"classes": data.num_classes, "images": images, "names": _checksum(data)}
+        ``workers`` are those that read images to train on. They share out the shards of a stream, and so decide the
+        order of its images; of other data they decide nothing.
+        """
+        known = {"data": self.identity}
+        return known | {"workers": workers} if isinstance(self.train, Stream) and workers is not None else known
 
 
 def _checksum(data: Data) -> str:

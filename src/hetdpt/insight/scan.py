@@ -7,10 +7,9 @@ the dense model. No labels are needed, nothing is trained, chosen or written her
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from functools import partial
-from itertools import chain
 from math import inf, isfinite
 from operator import length_hint
 from typing import Any
@@ -25,7 +24,7 @@ from hetdpt.errors import DataError
 from hetdpt.measurement.agreement import Damage
 from hetdpt.measurement.costs import Costs
 from hetdpt.measurement.speed import latency_table
-from hetdpt.modules import checked, memory_advice, require_more_than_once
+from hetdpt.modules import Peeked, memory_advice, require_more_than_once
 from hetdpt.plan import ATTENTION_STYLES, FITTED_STYLES, Measurement, Plan, Site
 from hetdpt.surgery import known, merge_, ready_for, why_not_removable, without
 from hetdpt.variants import MEMORY, Probe, Scan
@@ -200,15 +199,15 @@ def scan(
     """
     if judge is None:
         require_more_than_once(batches, "twice: to fit the replacements, and to compare")
-    stream = checked(batches, model, PURPOSE)
-    first = next(stream)
-    size = first.shape[1], first.shape[2], first.shape[3]
-    base = ready_for(first, model, "plain")
+    images = Peeked(batches, model, PURPOSE)
+    size = images.first.shape[1], images.first.shape[2], images.first.shape[3]
+    base = ready_for(images.first, model, "plain")
     offered = _offered(base)
-    seen = _Counted(chain([first], stream))
-    fits = _fit(base, offered, seen, progress, length_hint(batches))
+    fits = _fit(base, offered, images, progress)
+    fitted_on = images.count
     variants = {key: _variant(base, key, fits) for key in offered}
-    found = _compare(base, variants, batches if judge is None else judge, size, memory, progress)
+    apart = None if judge is batches else judge
+    found = _compare(base, variants, images if apart is None else apart, size, memory, progress)
     dense, macs = _macs_saved(base, offered, size, progress)
     whole, times = _ms_saved(base, size, batch, progress) if latency else (None, {})
     rows = tuple(
@@ -224,8 +223,9 @@ def scan(
         )
         for site, style in offered
     )
-    is_apart = judge is not None and judge is not batches
-    return ScanTable(rows, found.is_classifier, found.uninformed, dense, whole, seen.count, found.images, is_apart)
+    return ScanTable(
+        rows, found.is_classifier, found.uninformed, dense, whole, fitted_on, found.images, apart is not None
+    )
 
 
 def _offered(model: nn.Module) -> list[Variant]:
@@ -247,34 +247,17 @@ def _styles(handle: Handle, plan: Plan) -> list[str]:
     return [style for style, one in plans.items() if why_not_removable(handle, one) is None]
 
 
-class _Counted:
-    """Batches, and how many images were in those that were read."""
-
-    def __init__(self, batches: Iterable[Tensor]) -> None:
-        self.batches, self.count = batches, 0
-
-    def __iter__(self) -> Iterator[Tensor]:
-        for images in self.batches:
-            self.count += len(images)
-            yield images
-
-
 def _fit(
-    model: nn.Module, offered: list[Variant], batches: Iterable[Tensor], progress: Progress | None, steps: int
+    model: nn.Module, offered: list[Variant], batches: Iterable[Tensor], progress: Progress | None
 ) -> dict[Variant, Fitted]:
-    """Return a replacement for every variant that has one, all from one pass."""
+    """Return a replacement for every variant that has one, all from one pass where there is memory for it."""
     asked: dict[Site, list[str]] = {}
     for site, style in offered:
         if style in FITTED_STYLES:
             asked.setdefault(site, []).append(style)
     if not asked:
         return {}
-    move = partial(_move_fit, progress, steps) if progress else None
-    return fit_sites(model, asked, batches, progress=move)
-
-
-def _move_fit(progress: Progress, steps: int, done: int, _: int) -> None:
-    progress("fitting", done, steps)
+    return fit_sites(model, asked, batches, progress=partial(progress, "fitting") if progress else None)
 
 
 def _variant(model: nn.Module, key: Variant, fits: dict[Variant, Fitted]) -> nn.Module:
@@ -301,8 +284,8 @@ def _compare(
     progress: Progress | None,
 ) -> _Found:
     """Return how far the answers of each variant are from those of ``model``, from one pass over ``judge``."""
-    stream = checked(judge, model, PURPOSE)
-    first = next(stream)
+    judged = Peeked(judge, model, PURPOSE)
+    first = judged.first
     if first.shape[1:] != size:
         raise DataError(f"images to judge on are {_spell(first.shape[1:])} but those to fit on {_spell(size)}")
     side_by_side = Scan(model, variants, Probe(), first, memory)
@@ -310,7 +293,7 @@ def _compare(
     spreads: dict[Variant | None, Spread] = {key: Spread() for key in (None, *variants)}
     uninformed = Uninformed(Damage.to(model).is_classifier)
     done, dense = 0, first.new_zeros(0)
-    for images in chain([first], stream):
+    for images in judged:
         with memory_advice(f"{len(images)} images at once do not fit in memory; give smaller batches or memory=0"):
             for key, values in side_by_side.answers(images):
                 spreads[key].add(values)
@@ -321,7 +304,7 @@ def _compare(
                     damages[key].add(dense, values)
                 done += 1
                 if progress:
-                    progress("comparing", done, length_hint(judge) * len(spreads))
+                    progress("comparing", done, length_hint(judged) * len(spreads))
     entropy = entropy_of_dense(spreads[None])
     return _Found(
         {key: transfer(entropy, spreads[key].entropy) for key in variants},

@@ -18,7 +18,7 @@ from hetdpt.data.sources import Data
 from hetdpt.entropy import transfer_entropy
 from hetdpt.errors import DataError, PredictError
 from hetdpt.measurement.accuracy import evaluate
-from hetdpt.modules import checked
+from hetdpt.modules import Peeked
 from hetdpt.plan import KINDS, Budget, Kind, Plan, Sample, Site
 from hetdpt.recovery import RecoverConfig, recover
 from hetdpt.surgery import Removal, ready_for, removable
@@ -152,7 +152,8 @@ def prune_next(
     TE is that of the student as it is, fine-tuned, so that it tells what the layer adds now. ``images`` are gone
     through several times. Replacements that are fitted are so on these images.
     """
-    base = ready_for(next(checked(images, student, PURPOSE)), student, removal)
+    images = Peeked(images, student, PURPOSE)
+    base = ready_for(images.first, student, removal)
     left = [site for site in removable(base) if site.kind == kind]
     if not left:
         raise PredictError(f"a chain takes one more {kind} layer, but none is left that can go; give fewer rounds")

@@ -19,7 +19,7 @@ import hashlib
 import json
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
@@ -195,16 +195,19 @@ def _resumed(record: StageRecord, versions: dict[str, str]) -> StageRecord:
 
 
 @contextmanager
-def held(run: Path, config: str, asked: Mapping[str, Asked], redo: str | None = None) -> Iterator[None]:
+def held(
+    run: Path, config: str, asked: Mapping[str, Asked], redo: str | None = None, derived: Collection[str] = ()
+) -> Iterator[None]:
     """Hold a run directory, new or begun; ``FileError`` where a stage was begun with something else, by its name.
 
     ``asked`` is what is known beforehand of the stages that the run has: all settings, some inputs. ``redo`` removes
     that stage and all that follow. Nothing is removed and nothing is written before all the others have been compared.
+    Stages in ``derived`` are not compared: they are begun anew where something has changed.
     """
     _make(run)
     with alone(run):
         kept = STAGES[: STAGES.index(redo)] if redo else STAGES
-        for name in (name for name in asked if name in kept):
+        for name in (name for name in asked if name in kept and name not in derived):
             _require_same(run, name, asked[name])
         if redo:
             _undo(run, redo)

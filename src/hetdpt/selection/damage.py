@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from hetdpt.calibration import variants_of
 from hetdpt.errors import DataError, ModelError, PlanError
 from hetdpt.measurement.agreement import Damage
-from hetdpt.modules import checked, clone, memory_advice, require_more_than_once
+from hetdpt.modules import Peeked, checked, clone, memory_advice, require_more_than_once
 from hetdpt.plan import Site
 from hetdpt.surgery import Removal, ready_for, removable
 from hetdpt.variants import MEMORY, Probe, Scan
@@ -75,17 +75,15 @@ def choose(
     >>> choice.site.path, round(choice.damage, 6)
     ('blocks.1.attn', 0.0)
     """
-    judge = batches if judge is None else judge
-    for images in (batches, judge):
-        require_more_than_once(images, "once for each layer")
-    current = ready_for(next(checked(batches, model, PURPOSE)), model, removal)
+    images, judge = _both(model, batches, judge, "once for each layer")
+    current = ready_for(images.first, model, removal)
     left = removable(current, [site for site, gain in gains.items() if gain > 0])
     reached = sum(choice.gain for choice in chosen)
     if reached >= target:
         return
     for choice in chosen:
         left.remove(choice.site)
-        current = variants_of(current, [choice.site], batches)[choice.site]
+        current = variants_of(current, [choice.site], images)[choice.site]
     _require_reachable(reached + sum(gains[site] for site in left), target, len(left))
     damage = chosen[-1].damage if chosen else 0.0
     court = _Court(model, judge, memory)
@@ -93,8 +91,8 @@ def choose(
     while left and reached < target:
         steps = step + ceil((target - reached) * len(left) / sum(gains[site] for site in left))
         tell = _part_of(progress, step, steps)
-        variants = variants_of(current, left, batches)
-        damages = court.damages(current, variants, tell, length_hint(batches))
+        variants = variants_of(current, left, images)
+        damages = court.damages(current, variants, tell, length_hint(images))
         best = min(left, key=lambda site: (damages[site] - damage) / gains[site])
         _require_finite(damages[best], step)
         current, damage, reached, step = variants[best], damages[best], reached + gains[best], step + 1
@@ -120,13 +118,22 @@ def damage_of_each(
     >>> min(damages, key=damages.__getitem__).path
     'blocks.1.attn'
     """
+    images, judge = _both(model, batches, judge, "to fit replacements and to judge them")
+    current = ready_for(images.first, model, removal)
+    variants = variants_of(current, sites, images)
+    court = _Court(model, judge, MEMORY)
+    return court.damages(current, variants, _part_of(progress, 0, 1), length_hint(images))
+
+
+def _both(
+    model: nn.Module, batches: Iterable[Tensor], judge: Iterable[Tensor] | None, times: str
+) -> tuple[Peeked, Iterable[Tensor]]:
+    """Return the images to fit on and those to judge on, which are the same where ``judge`` does not say otherwise."""
     judge = batches if judge is None else judge
     for images in (batches, judge):
-        require_more_than_once(images, "to fit replacements and to judge them")
-    current = ready_for(next(checked(batches, model, PURPOSE)), model, removal)
-    variants = variants_of(current, sites, batches)
-    court = _Court(model, judge, MEMORY)
-    return court.damages(current, variants, _part_of(progress, 0, 1), length_hint(batches))
+        require_more_than_once(images, times)
+    peeked = Peeked(batches, model, PURPOSE)
+    return peeked, peeked if judge is batches else judge
 
 
 class _Court:

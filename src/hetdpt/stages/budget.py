@@ -118,7 +118,7 @@ def collect(task: Task) -> Result:
     task.require_alone()
     config, found = task.config, list[Done]()
     held, measured_on = held_out(task.data)
-    prices, layers = prices_of(task.results["analyse"]), config.layers or 0
+    prices, layers = prices_of(task.results["analyse"]), config.sampled_layers or 0
     steps = collect_into(
         task.directory, task.model, held, config.collect_config, task.place, prices=prices, layers=layers
     )

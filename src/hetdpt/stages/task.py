@@ -15,7 +15,7 @@ from torch import nn
 from hetdpt.adapters.identity import fingerprint
 from hetdpt.collection.work import Workplace
 from hetdpt.config import RunConfig
-from hetdpt.data.sources import Data, identity_of
+from hetdpt.data.sources import Data
 from hetdpt.errors import TrainError
 from hetdpt.modules import find_device
 from hetdpt.predictor.polynomial import Row
@@ -92,7 +92,7 @@ class Stage:
 
     work: Callable[[Task], Result]
     settings: tuple[str, ...] = ()
-    """Fields of the configuration."""
+    """Fields of the configuration, and ``sampled_layers``."""
     inputs: tuple[str, ...] = ()
     """Stages whose results it uses, and inputs that are no stages."""
     by_all: bool = False
@@ -106,7 +106,7 @@ class Stage:
 
     def asked_of(self, config: RunConfig, given: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         """Return what is asked of it as far as that is known before the first stage, as plain JSON."""
-        values = asdict(config) | {"device": find_device(config.device).type}
+        values = asdict(config) | {"device": find_device(config.device).type, "sampled_layers": config.sampled_layers}
         settings = {name: values[name] for name in self.settings}
         return {"settings": settings, "inputs": {name: given[name] for name in self.inputs if name in given}}
 
@@ -151,7 +151,7 @@ def _work(stage: Stage, task: Task, record: StageRecord) -> None:
 
 def identities(model: nn.Module, data: Data, samples: Sequence[Row] | None) -> dict[str, Any]:
     """Return what the inputs of a run are known by that are no stages."""
-    return {MODEL: fingerprint(model), DATA: identity_of(data), SAMPLES: checksum(plain_rows(samples or ()))}
+    return {MODEL: fingerprint(model), DATA: data.identity, SAMPLES: checksum(plain_rows(samples or ()))}
 
 
 def _versions() -> dict[str, str]:

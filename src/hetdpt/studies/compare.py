@@ -132,7 +132,7 @@ def compare_into(
     held = hold_out(opened) if is_split and samples is None else None
     if held and config.collection is None:
         raise PredictError("a method that splits a budget needs samples of accuracy; give samples, or how to collect")
-    share(directory, _asked(model, opened, config, samples))
+    share(directory, _asked(model, opened, config, place, samples))
     dense.to(find_device(place.device))
     if held and config.collection:
         layers = max(config.layers)
@@ -176,15 +176,18 @@ def _require_some(cells: Sequence[Cell], config: CompareConfig, offered: Budget)
             )
 
 
-def _asked(model: nn.Module, data: Data, config: CompareConfig, samples: Sequence[Row] | None) -> dict[str, Any]:
+def _asked(
+    model: nn.Module, data: Data, config: CompareConfig, place: Workplace, samples: Sequence[Row] | None
+) -> dict[str, Any]:
     """Return all that decides what a row is, as plain JSON; which rows there are to be does not."""
     settings = asdict(config)
     del settings["layers"], settings["methods"], settings["seeds"]
     return {
         "model": fingerprint(model),
-        **data.facts,
+        **data.facts(place.workers),
         "config": settings,
         "samples": plain_rows(samples) if samples else None,
+        "batch": place.batch,
     }
 
 

@@ -130,7 +130,7 @@ def observe_into(
     place.require_alone(config.recovery.training.precision, "a model is observed")
     opened = data if isinstance(data, Data) else open_data(data)
     tasks = _tasks(model, config)
-    share(directory, _asked(model, opened, config))
+    share(directory, _asked(model, opened, config, place.workers))
     job: Job[Task, Result] = _Job(directory, model.to(find_device(place.device)), opened, config, place)
     for found in work(directory / CLAIMS, tasks, job):
         yield Observed(*found)
@@ -162,15 +162,11 @@ def _tasks(model: nn.Module, config: ObserveConfig) -> list[Task]:
     return tasks + [Task("layers", removal, site) for removal, site in layers]
 
 
-def _asked(model: nn.Module, data: Data, config: ObserveConfig) -> dict[str, Any]:
+def _asked(model: nn.Module, data: Data, config: ObserveConfig, workers: int) -> dict[str, Any]:
     """Return all that decides what a result is, as plain JSON; which results there are to be does not."""
     settings = asdict(config)
     del settings["removals"], settings["blocks"]
-    return {
-        "model": fingerprint(model),
-        **data.facts,
-        "config": settings,
-    }
+    return {"model": fingerprint(model), **data.facts(workers), "config": settings}
 
 
 @dataclass(frozen=True)

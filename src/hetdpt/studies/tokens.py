@@ -323,7 +323,7 @@ def _asked(bench: Bench) -> dict[str, Any]:
     assert bench.data is not None
     settings, how = asdict(bench.config), asdict(bench.config.tokens(0))
     del settings["r"], settings["batch_size"], how["r"]
-    return {"model": next(iter(bench.digests.values())), **bench.data.facts, "config": settings | how}
+    return {"model": next(iter(bench.digests.values())), **bench.data.facts(), "config": settings | how}
 
 
 @dataclass(frozen=True)

@@ -312,7 +312,7 @@ def _asked(first: Case, data: Data, config: TransferConfig) -> dict[str, Any]:
     if config.mode == "probe":
         parts = {name: settings[name] for name in ("fraction", "per_class")}
         settings = {**parts, "seed": config.seed, "strengths": list(config.strengths)}
-    return {"mode": config.mode, "config": settings, "model": first.key, **data.facts}
+    return {"mode": config.mode, "config": settings, "model": first.key, **data.facts()}
 
 
 @dataclass(frozen=True)
