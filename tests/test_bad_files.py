@@ -26,8 +26,15 @@ from safetensors.torch import save_file
 
 import hetdpt
 from hetdpt.cli import main
+from hetdpt.collection.collect import read_run
 from hetdpt.config import RunConfig
+from hetdpt.data.boxes import open_boxes
+from hetdpt.data.sources import open_data
 from hetdpt.errors import HetDPTError
+from hetdpt.predictor.prices import Prices
+from hetdpt.runs.stages import read_flow
+from hetdpt.stages.summary import Summary
+from hetdpt.studies.comparison import Comparison
 
 EXAMPLES = settings(
     max_examples=int(os.environ.get("HETDPT_EXAMPLES", "25")),  # benchmarks/bad_input.py asks for more
@@ -110,6 +117,41 @@ def test_plans_that_are_no_json(home: Path, content: bytes) -> None:
     file = home / "plan.json"
     file.write_bytes(content)
     require_read_or_refused("plan", "inspect", home / "dense", "--plan", file, "--json")
+
+
+# JSON of every sort
+
+
+READERS: dict[str, tuple[str, Callable[[Path], Any]]] = {
+    "saved model": ("hetdpt.json", hetdpt.load),
+    "task": ("task.json", hetdpt.load_task),
+    "plan": ("plan.json", lambda folder: hetdpt.Plan.from_json((folder / "plan.json").read_text())),
+    "prices": ("prices.json", lambda folder: Prices.from_json((folder / "prices.json").read_text())),
+    "collection": ("run.json", read_run),
+    "comparison": ("results.json", Comparison.read),
+    "summary": ("summary.json", Summary.read),
+    "flow": ("flow.json", read_flow),
+    "shards": ("_info.json", lambda folder: open_data(f"wds/{folder}")),
+    "boxes": ("annotations/instances_train2017.json", lambda folder: open_boxes(str(folder))),
+}
+NASTY = {
+    "deep": "[" * 9999,
+    "deep table": '{"a": ' * 9999,
+    "long number": f'{{"a": {"9" * 5000}}}',
+    "text": "no JSON",
+}
+
+
+@pytest.mark.parametrize("nasty", NASTY)
+@pytest.mark.parametrize("reader", READERS)
+def test_json_that_python_cannot_read(tmp_path: Path, reader: str, nasty: str) -> None:
+    name, read = READERS[reader]
+    file = tmp_path / name
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(NASTY[nasty])
+    TRIED["JSON"] += 1
+    with pytest.raises(HetDPTError):
+        read(tmp_path)
 
 
 # Settings

@@ -32,6 +32,7 @@ from types import TracebackType
 from typing import Any, Protocol, TypeVar
 
 from hetdpt.errors import FileError
+from hetdpt.files import parse_json
 
 PATIENCE = 120.0  # seconds; six beats, and twice the minute for which NFS may show an old time
 BEATS = 6  # renewals within the patience
@@ -275,7 +276,7 @@ def _clock(directory: Path) -> float:
 def _owner(content: bytes) -> dict[str, Any]:
     """Return what is written in a claim; {} if it is not, or not wholly, written yet."""
     try:
-        owner = json.loads(content)
+        owner = parse_json(content)
     except ValueError:
         return {}
     return owner if isinstance(owner, dict) and {"host", "pid", "token", "is_locked"} <= owner.keys() else {}

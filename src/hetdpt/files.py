@@ -114,6 +114,14 @@ def write_json(file: Path, values: Any) -> None:
         scratch.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
 
 
+def parse_json(text: str | bytes) -> Any:
+    """Return what ``text`` says in JSON; ``ValueError`` for all that may be wrong with it."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
 def keep_json(file: Path, values: dict[str, Any]) -> None:
     """Write ``values`` with a checksum of themselves, whole or not at all, for ``kept_json``."""
     write_json(file, sealed(values))
@@ -125,11 +133,11 @@ def kept_json(file: Path, way_out: str) -> dict[str, Any] | None:
     What has no checksum is taken as it is: versions before this one wrote none.
     """
     try:
-        values = json.loads(file.read_text(encoding="utf-8"))
+        values = parse_json(file.read_text(encoding="utf-8"))
         return values if isinstance(values, dict) and CHECKSUM not in values else unsealed(values)
     except FileNotFoundError:
         return None
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise FileError(f"{file} is damaged ({first_line(error)}); {way_out}") from None
 
 
@@ -149,10 +157,10 @@ def write_sealed_json(path: Path, values: dict[str, Any]) -> None:
 
 def read_sealed_json(path: Path) -> dict[str, Any]:
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = parse_json(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
         raise FileError(f"{path} is missing; a directory written by hetdpt.save was expected") from None
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+    except ValueError as error:
         raise FileError(f"{path} is damaged: it is not JSON ({error}); save the model again") from None
     try:
         return unsealed(values)

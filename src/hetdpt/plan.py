@@ -205,7 +205,7 @@ class Plan:
         """Return the plan written in ``text``; ``PlanError`` says what is wrong with it."""
         try:
             values = json.loads(text)
-        except (json.JSONDecodeError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:
             raise PlanError(f"a plan is a JSON object, but this is not JSON ({error}); see Plan.to_json") from None
         return cls.from_dict(values)
 

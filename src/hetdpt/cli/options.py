@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hetdpt.errors import ModelError, PlanError, PredictError, TrainError
+from hetdpt.files import parse_json
 from hetdpt.host import cores
 from hetdpt.plan import Plan
 from hetdpt.published import PREFIX, published_plan
@@ -210,8 +210,8 @@ def read_settings(settings: list[str] | None) -> dict[str, Any]:
 def _value(text: str) -> Any:
     """Return what ``text`` means: a number, true, false, null, a list, or itself."""
     try:
-        value = json.loads(text)
-    except json.JSONDecodeError:
+        value = parse_json(text)
+    except ValueError:
         return text
     return tuple(value) if isinstance(value, list) else value
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -27,6 +26,7 @@ from hetdpt.cli.options import (
 from hetdpt.cli.prediction import PREDICT, SHOWN, Prediction, print_prediction, write_prediction
 from hetdpt.cli.show import print_json, stages
 from hetdpt.errors import PredictError
+from hetdpt.files import parse_json
 from hetdpt.predictor.prices import Amount, read_amount
 
 if TYPE_CHECKING:
@@ -190,8 +190,8 @@ def _blocks_of(samples: Path, given: int | None) -> int:
 def _read_run(samples: Path) -> dict[str, Any]:
     """Return what a directory of hetdpt collect was asked for; nothing where there is none that can be read."""
     try:
-        values = json.loads((samples / RUN).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        values = parse_json((samples / RUN).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
         return {}
     return values if isinstance(values, dict) else {}
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -17,6 +16,7 @@ from hetdpt.collection.work import RECHECK, SAMPLES, Done, Job, Workplace
 from hetdpt.data.sources import Data, open_data
 from hetdpt.errors import FileError, PredictError, first_line
 from hetdpt.export.saved import load
+from hetdpt.files import parse_json
 from hetdpt.modules import find_device
 from hetdpt.plan import Budget, Kind
 from hetdpt.predictor.polynomial import FEWEST, Row
@@ -125,7 +125,7 @@ def _asked(model: nn.Module, data: Data, config: CollectConfig, place: Workplace
 def read_run(directory: Path) -> dict[str, Any]:
     """Return what a collection in ``directory`` was asked for; ``FileError`` if there is none."""
     try:
-        asked: dict[str, Any] = json.loads((directory / RUN).read_text(encoding="utf-8"))
+        asked: dict[str, Any] = parse_json((directory / RUN).read_text(encoding="utf-8"))
         TypeAdapter(CollectConfig).validate_python(asked["config"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise FileError(f"{directory} is no directory of hetdpt collect ({first_line(error)})") from None

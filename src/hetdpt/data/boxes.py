@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -20,6 +19,7 @@ from hetdpt.data.box_views import BoxView, Objects
 from hetdpt.data.folders import SPLITS
 from hetdpt.data.listed import decode_file, hint_of_turning
 from hetdpt.errors import DataError, first_line
+from hetdpt.files import parse_json
 
 __all__ = ["BoxView", "CocoBoxes", "Objects", "ShapeBoxes", "open_boxes"]
 
@@ -183,10 +183,10 @@ def _images_of(content: dict[str, list[Any]], file: Path, root: Path, name: str)
 def _content(file: Path) -> dict[str, list[Any]]:
     """Return what is in a file of annotations, which has the three lists of COCO's format at least."""
     try:
-        content = json.loads(file.read_bytes())
+        content = parse_json(file.read_bytes())
     except OSError as error:
         raise DataError(f"{file} cannot be read: {first_line(error)}") from None
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise DataError(
             f"{file} is not JSON: {first_line(error)}; annotations in COCO's format were expected"
         ) from None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from hetdpt.data.augmentation import Transform
 from hetdpt.data.folders import choose_split
 from hetdpt.data.views import in_mode
 from hetdpt.errors import DataError, first_line
+from hetdpt.files import parse_json
 from hetdpt.randomness import seeded
 
 INFO = "_info.json"
@@ -133,7 +133,7 @@ def open_wds(name: str, split: str, root: Path | None) -> Stream:
 
 def _info(folder: Path) -> dict[str, Any]:
     try:
-        info = json.loads((folder / INFO).read_text(encoding="utf-8"))
+        info = parse_json((folder / INFO).read_text(encoding="utf-8"))
     except OSError:
         raise DataError(f"there is no {folder / INFO}, which says what is in the shards") from None
     except ValueError as error:

@@ -9,7 +9,7 @@ from math import inf, isfinite
 from typing import Any
 
 from hetdpt.errors import PredictError
-from hetdpt.files import CHECKSUM, sealed
+from hetdpt.files import CHECKSUM, parse_json, sealed
 from hetdpt.plan import KINDS, Budget, Kind
 
 PRICES_FILE = "prices.json"  # of a directory of hetdpt collect
@@ -82,7 +82,7 @@ class Prices:
     def from_json(cls, text: str, name: str = "the prices") -> Prices:
         """Return the prices written in ``text``; ``PredictError`` if they are none, or others than their checksum."""
         try:
-            values: dict[str, Any] = json.loads(text)
+            values: dict[str, Any] = parse_json(text)
             seal = values.pop(CHECKSUM, None) if isinstance(values, dict) else None  # those written by hand have none
             if seal is not None and seal != sealed(values)[CHECKSUM]:
                 raise ValueError("they are not what was written; without the checksum they are taken as they are")
@@ -93,7 +93,7 @@ class Prices:
             if len({price.ms is None for price in (found.dense, *found.attention, *found.activation)}) > 1:
                 raise ValueError("some have a time and some have none")
             return found
-        except (ValueError, TypeError, KeyError, RecursionError) as error:
+        except (ValueError, TypeError, KeyError) as error:
             raise PredictError(f"{name} cannot be read ({error}); measure them again with --model") from None
 
 

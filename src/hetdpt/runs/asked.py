@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from hetdpt.errors import FileError, first_line
+from hetdpt.files import parse_json
 
 
 def read_json(file: Path) -> dict[str, Any]:
     try:
-        values = json.loads(file.read_text(encoding="utf-8"))
+        values = parse_json(file.read_text(encoding="utf-8"))
         if not isinstance(values, dict):
             raise ValueError("no JSON object")
     except (OSError, ValueError) as error:

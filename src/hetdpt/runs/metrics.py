@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hetdpt.errors import FileError
-from hetdpt.files import sealed, unsealed, written
+from hetdpt.files import parse_json, sealed, unsealed, written
 
 EPOCH = "epoch"
 METRICS, BOARD = "metrics.jsonl", "tensorboard"
@@ -73,8 +73,8 @@ class Metrics:
 
     def _line(self, number: int, text: bytes) -> dict[str, Any]:
         try:
-            return unsealed(json.loads(text))
-        except (ValueError, RecursionError):
+            return unsealed(parse_json(text))
+        except ValueError:
             raise FileError(f"line {number} of {self.file} is damaged; {self._way_out}") from None
 
 

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from hetdpt.errors import FileError, first_line
-from hetdpt.files import keep_json, kept_json, require_new, sha256, written
+from hetdpt.files import keep_json, kept_json, parse_json, require_new, sha256, written
 from hetdpt.runs.alone import alone
 from hetdpt.runs.asked import first_difference, read_json
 
@@ -154,7 +154,7 @@ def read_flow(run: Path) -> tuple[str, ...]:
     if not file.is_file():
         return STAGES
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        found = parse_json(file.read_text(encoding="utf-8"))
         return tuple(name for name in STAGES if name in found)
     except (OSError, ValueError, TypeError) as error:
         raise FileError(f"{file} is damaged ({first_line(error)}); the command of the run writes it again") from None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 from hetdpt.config import RunConfig
 from hetdpt.errors import FileError, PredictError, first_line
+from hetdpt.files import parse_json
 from hetdpt.plan import Budget
 from hetdpt.predictor.allocate import Split, Wanted
 from hetdpt.predictor.allocate import allocate as split_budget
@@ -70,7 +70,7 @@ class Summary:
         """Return what is written in a finished run; ``FileError`` if there is none."""
         file = directory / SUMMARY
         try:
-            values = json.loads(file.read_text(encoding="utf-8"))
+            values = parse_json(file.read_text(encoding="utf-8"))
             goal = values["goal"]
             further = Next(Budget(**goal["next"]["budget"])) if goal["next"] else None
             known = {**values, "goal": Goal(**{**goal, "next": further}), "warnings": tuple(values["warnings"])}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from hetdpt.errors import FileError, first_line
+from hetdpt.files import parse_json
 from hetdpt.plan import Plan
 
 RESULTS = "results.json"
@@ -163,7 +163,7 @@ class Comparison:
         """Return what is written in a directory of ``hetdpt compare``; ``FileError`` if there is none."""
         file = directory / RESULTS
         try:
-            return cls.from_dict(json.loads(file.read_text(encoding="utf-8")))
+            return cls.from_dict(parse_json(file.read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise FileError(f"{file} cannot be read ({first_line(error)}); run hetdpt compare again") from None
 
