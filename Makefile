@@ -7,18 +7,25 @@ ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp-installed
+EXTRAS := hf,export,data,tensorboard,downstream,bench,dev
+
+OLDEST := .venv-oldest
+OLDEST_STAMP := $(OLDEST)/.stamp-installed
+# What the dependencies are for. AugMix of grey images needs timm 1.0.30.
+OLDEST_TESTS := $(patsubst %,tests/test_%.py,imports cli data exif onnx saved hub training oneshot predictor width tasks \
+	report runs live) --deselect 'tests/test_data.py::test_grey_models_get_grey_images[augmix-m3]'
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow lint bench bench-full results families clean
+.PHONY: help demo test test-slow test-oldest lint bench bench-full results families clean
 
 help: ## Show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 # torch first and by itself: the constraint decides its version before anything else can ask for another one.
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q -c constraints.txt torch
-	$(BIN)/python -m pip install -q -c constraints.txt -e '.[hf,export,data,tensorboard,downstream,bench,dev]'
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[$(EXTRAS)]'
 	@touch $@
 
 demo: $(STAMP) ## Make the model that comes with hetdpt faster, end to end: a table and an HTML report
@@ -29,6 +36,17 @@ test: $(STAMP) ## Run the tests and doctests, without the slow ones
 
 test-slow: $(STAMP) ## Run only the slow tests
 	$(BIN)/python -m pytest -m slow $(ARGS)
+
+# The lower bounds of pyproject.toml in an environment of their own, made anew whenever they change.
+$(OLDEST_STAMP): pyproject.toml tests/lower_bounds.py
+	$(PYTHON) -m venv --clear $(OLDEST)
+	$(PYTHON) tests/lower_bounds.py > $(OLDEST)/bounds.txt
+	$(OLDEST)/bin/python -m pip install -q -c $(OLDEST)/bounds.txt torch
+	$(OLDEST)/bin/python -m pip install -q -c $(OLDEST)/bounds.txt -e '.[$(EXTRAS)]'
+	@touch $@
+
+test-oldest: $(OLDEST_STAMP) ## Try the oldest versions of all packages that pyproject.toml allows; slow
+	OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest -n 2 -W default $(OLDEST_TESTS) $(ARGS)
 
 lint: $(STAMP) ## Check style, format and types
 	$(BIN)/python -m ruff check .
