@@ -102,10 +102,11 @@ def ended_worker(error: BaseException) -> Stopped | DataError | None:
     >>> ended_worker(RuntimeError("DataLoader worker (pid 7) is killed by signal: Terminated. ")).name
     'SIGTERM'
     """
-    causes, ended = error, list[str]()
-    while causes is not None:
-        ended += re.findall(r"DataLoader worker \(pid\S* [\d, ]+\) (.+?)\.? *$", str(causes))
-        causes = causes.__cause__ or causes.__context__
+    cause: BaseException | None = error
+    ended: list[str] = []
+    while cause is not None:
+        ended += re.findall(r"DataLoader worker \(pid\S* [\d, ]+\) (.+?)\.? *$", str(cause))
+        cause = cause.__cause__ or cause.__context__
     if not ended:
         return None
     for number, name in {signal.SIGTERM: "Terminated", signal.SIGINT: "Interrupt"}.items():

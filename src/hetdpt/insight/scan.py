@@ -223,7 +223,9 @@ def scan(
         )
         for site, style in offered
     )
-    return ScanTable(rows, found.is_classifier, found.uninformed, dense, whole, fitted_on, found.images, apart is not None)
+    return ScanTable(
+        rows, found.is_classifier, found.uninformed, dense, whole, fitted_on, found.images, apart is not None
+    )
 
 
 def _offered(model: nn.Module) -> list[Variant]:
