@@ -50,8 +50,8 @@ class Stopped(BaseException):
 def stoppable() -> Iterator[None]:
     """Let Ctrl-C and SIGTERM end the block by ``Stopped``; the same signal a second time ends the process at once.
 
-    Whatever else is raised once a signal came is taken for ``Stopped`` too. Where the signal has reached a worker that
-    reads images before it reaches this process, the failure of the worker is waited out.
+    Whatever else is raised after a signal is taken for ``Stopped`` too, and so is what torch raises of a worker that
+    the signal has reached before this process.
     """
     own, came = os.getpid(), list[Stopped]()
 
@@ -84,10 +84,12 @@ def stoppable() -> Iterator[None]:
     except SystemExit:
         raise
     except BaseException as error:
-        if not came and (ended := ended_worker(error)):
-            time.sleep(GRACE)  # if the signal was meant for this process too, it ends here
+        if came:
+            raise came[0] from None
+        if ended := ended_worker(error):
+            time.sleep(GRACE)  # a signal that was meant for this process too raises here
             raise ended from None
-        raise came[0] if came else error from None
+        raise
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         for number, handler in before.items():
