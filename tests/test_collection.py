@@ -471,9 +471,7 @@ def test_a_recheck_needs_a_collection_and_its_data(whole: Path, tmp_path: Path) 
     with pytest.raises(FileError, match="is no directory of hetdpt collect"):
         list(recheck_into(tmp_path, [Budget(1, 0)], "demo"))
     demo = open_data("demo")
-    with pytest.raises(
-        PredictError, match=r"was collected on other data: data.images = \[1437, 360\], not \[360, 360\]"
-    ):
+    with pytest.raises(PredictError, match=r"on other data: data.images = \[1437, 360\], not \[360, 360\]"):
         list(recheck_into(whole, [Budget(1, 0)], replace(demo, train=demo.val)))
     assert read_run(whole)["data"] == demo.identity
 

@@ -119,7 +119,8 @@ class Results(dict[str, Result]):
         return super().__getitem__(name)
 
     def get(self, name: str, default: Any = None) -> Any:
-        return self[name] if name in self else default
+        self._read.update({name} & self.keys())
+        return super().get(name, default)
 
 
 def watched(stage: Stage, settings: set[str], results: set[str]) -> Stage:

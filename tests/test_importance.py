@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import timm
 import torch
+from accelerate.optimizer import AcceleratedOptimizer
 from families import named
 from torch import Tensor, nn
 
@@ -22,15 +23,16 @@ from hetdpt.adapters.preprocessing import preprocessing_of
 from hetdpt.calibration import gate_fitted_
 from hetdpt.data.sources import Data, open_data
 from hetdpt.data.unlabelled import ImageBatches
-from hetdpt.errors import HetDPTError, PlanError, TrainError
+from hetdpt.errors import HetDPTError, PlanError
 from hetdpt.gates import Constant
-from hetdpt.plan import Budget, Plan
+from hetdpt.plan import Budget, Plan, Site
 from hetdpt.recovery import RecoverConfig, recover
 from hetdpt.selection.damage import choose, damage_of_each
 from hetdpt.selection.importance import Picked, Prior, Search
 from hetdpt.selection.schedule import due, removal_order, stage_ends
 from hetdpt.selection.select import SelectConfig, usual_search
 from hetdpt.surgery import gates_by_site
+from hetdpt.training import trainer
 
 SMALL = {"per_class": 8, "training.batch_size": 8, "training.epochs": 1, "distillation.alpha": 1.0}
 
@@ -119,17 +121,69 @@ class TestLearning:
             assert gate.importance.grad is not None
             assert found == pytest.approx(-gate.importance.grad.item(), rel=1e-3, abs=1e-6), site.path  # float32
 
-    def test_other_optimizers_are_refused(self, dense: nn.Module, data: Data) -> None:
-        with pytest.raises(TrainError, match="importances are learned with the optimizer adamw or sgd, not Lion"):
-            run_search(dense, data, ("attention",), config=search_config(training__optimizer="lion"))
+    @pytest.mark.parametrize("optimizer", ["adamw", "sgd", "lamb", "lion"])
+    @pytest.mark.parametrize("scale", [1.0, 1000.0])
+    def test_a_step_is_the_gradient_to_the_bit(
+        self, dense: nn.Module, data: Data, optimizer: str, scale: float
+    ) -> None:
+        student, sums = hetdpt.gate_(deepcopy(dense)), dict[Site, Tensor]()
+        gates = gates_by_site(student)
 
-    def test_sgd_learns_the_same_importances(self, dense: nn.Module, data: Data) -> None:
-        found = [
-            run_search(dense, data, ("attention",), config=search_config(training__optimizer=name, training__lr=1e-12))
-            for name in ("adamw", "sgd")
-        ]
-        one, other = ({site: gate.importance.item() for site, gate in search.gates.items()} for search in found)
-        assert one == pytest.approx(other, rel=1e-3, abs=1e-4)
+        def take_down(site: Site, gradient: Tensor) -> Tensor:
+            sums[site] = sums.get(site, torch.zeros(())) - scale * gradient
+            return scale * gradient
+
+        for site, gate in gates.items():
+            gate.importance.register_hook(partial(take_down, site))
+        search = Search(student, ("attention",), explores=False, seed=0)
+        config = search_config(training__optimizer=optimizer, training__weight_decay=0.5, training__clip_grad=1e-6)
+        for _ in recover(student, dense, data, config, companion=search, evaluates=False):
+            pass
+        assert len(sums) == 8
+        assert all(torch.equal(gate.importance.detach(), sums[site]) for site, gate in gates.items())
+
+
+class TestScaledLoss:
+    """Float16 on a GPU has its loss scaled; a scaler on the CPU takes the same way."""
+
+    @pytest.fixture
+    def scaler(self, monkeypatch: pytest.MonkeyPatch) -> torch.amp.GradScaler:
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3)
+
+        class Scaled(trainer.Trainer):
+            def _prepare(self) -> None:
+                super()._prepare()
+                self.accelerator.scaler = scaler
+                self.optimizer = AcceleratedOptimizer(self.optimizer.optimizer, device_placement=False, scaler=scaler)
+
+        monkeypatch.setattr("hetdpt.recovery.Trainer", Scaled)
+        return scaler
+
+    @pytest.mark.parametrize("clip", [None, 1.0])
+    def test_steps_are_those_of_the_loss_as_it_is(
+        self, dense: nn.Module, data: Data, request: pytest.FixtureRequest, clip: float | None
+    ) -> None:
+        config, found = search_config(training__lr=1e-9, training__clip_grad=clip), []
+        for fixture in (None, "scaler"):
+            scaler = request.getfixturevalue(fixture) if fixture else None
+            search = run_search(dense, data, ("attention",), config=config)
+            found.append({site: gate.importance.item() for site, gate in search.gates.items()})
+        assert scaler.get_scale() == 1024.0 * 2**3, "10 updates, every third of which it grows"
+        assert found[1] == pytest.approx(found[0], rel=1e-4, abs=1e-5)  # weights move by their rounding
+
+    @pytest.mark.parametrize("whose", ["importance", "weight"])
+    def test_where_one_overflows_importances_stay(
+        self, dense: nn.Module, data: Data, scaler: torch.amp.GradScaler, whose: str
+    ) -> None:
+        student = hetdpt.gate_(deepcopy(dense))
+        search = Search(student, ("attention",), explores=False, seed=0)
+        scaler.set_growth_interval(100)
+        parameter = search.parameters[0] if whose == "importance" else student.head.weight
+        parameter.register_hook(lambda gradient: gradient * torch.inf)
+        for _ in recover(student, dense, data, search_config(), companion=search, evaluates=False):
+            pass
+        assert [one.item() for one in search.parameters] == [0.0] * 8
+        assert scaler.get_scale() == 1.0  # halved 10 times
 
 
 def training_images(data: Data, config: RecoverConfig, model: nn.Module) -> tuple[Tensor, Tensor]:

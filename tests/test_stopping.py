@@ -1,4 +1,4 @@
-"""A signal ends a command by one line, wherever it comes: in a ``__del__``, among workers, while things are taken down."""
+"""A signal ends a command by one line, wherever it comes: in a ``__del__``, among workers, while all is taken down."""
 
 from __future__ import annotations
 

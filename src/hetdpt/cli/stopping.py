@@ -51,8 +51,8 @@ class Stopped(BaseException):
 def stoppable() -> Iterator[None]:
     """Let Ctrl-C and SIGTERM end the block by ``Stopped``; the same signal a second time ends the process at once.
 
-    Whatever else is raised once a signal came is taken for ``Stopped`` too. Where the signal has reached a worker that
-    reads images before it reaches this process, the failure of the worker is waited out.
+    Whatever else is raised after a signal is taken for ``Stopped`` too, and so is what torch raises of a worker that
+    the signal has reached before this process.
     """
     own, came = os.getpid(), list[Stopped]()
 
@@ -87,10 +87,12 @@ def stoppable() -> Iterator[None]:
     except SystemExit:
         raise
     except BaseException as error:
-        if not came and (ended := ended_worker(error)):
-            time.sleep(GRACE)  # if the signal was meant for this process too, it ends here
+        if came:
+            raise came[0] from None
+        if ended := ended_worker(error):
+            time.sleep(GRACE)  # a signal that was meant for this process too raises here
             raise ended from None
-        raise came[0] if came else error from None
+        raise
     finally:
         if IS_POSIX:
             signal.setitimer(signal.ITIMER_REAL, 0)
@@ -106,10 +108,11 @@ def ended_worker(error: BaseException) -> Stopped | DataError | None:
     >>> ended_worker(RuntimeError("DataLoader worker (pid 7) is killed by signal: Terminated. ")).name
     'SIGTERM'
     """
-    causes, ended = error, list[str]()
-    while causes is not None:
-        ended += re.findall(r"DataLoader worker \(pid\S* [\d, ]+\) (.+?)\.? *$", str(causes))
-        causes = causes.__cause__ or causes.__context__
+    cause: BaseException | None = error
+    ended: list[str] = []
+    while cause is not None:
+        ended += re.findall(r"DataLoader worker \(pid\S* [\d, ]+\) (.+?)\.? *$", str(cause))
+        cause = cause.__cause__ or cause.__context__
     if not ended:
         return None
     for number, name in {signal.SIGTERM: "Terminated", signal.SIGINT: "Interrupt"}.items():

@@ -206,8 +206,8 @@ def scan(
     fits = _fit(base, offered, images, progress)
     fitted_on = images.count
     variants = {key: _variant(base, key, fits) for key in offered}
-    apart = None if judge is batches else judge
-    found = _compare(base, variants, images if apart is None else apart, size, memory, progress)
+    judge = images if judge is None or judge is batches else judge
+    found = _compare(base, variants, judge, size, memory, progress)
     dense, macs = _macs_saved(base, offered, size, progress)
     whole, times = _ms_saved(base, size, batch, progress) if latency else (None, {})
     rows = tuple(
@@ -223,9 +223,8 @@ def scan(
         )
         for site, style in offered
     )
-    return ScanTable(
-        rows, found.is_classifier, found.uninformed, dense, whole, fitted_on, found.images, apart is not None
-    )
+    is_apart = judge is not images
+    return ScanTable(rows, found.is_classifier, found.uninformed, dense, whole, fitted_on, found.images, is_apart)
 
 
 def _offered(model: nn.Module) -> list[Variant]:

@@ -36,7 +36,6 @@ from hetdpt.training.config import TrainConfig
 from hetdpt.training.processes import is_sharded
 
 FORMAT = 1
-PLAIN = 2.0**20  # so far above any gradient that g / (|g| + PLAIN) is g / PLAIN to a millionth of g
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 State = dict[str, Any]
 """Tensors, numbers, strings, lists and dictionaries: what ``torch.load(weights_only=True)`` reads."""
@@ -100,7 +99,7 @@ class Companion(Protocol):
 
     @property
     def parameters(self) -> Sequence[nn.Parameter]:
-        """Its own, in a group of their own: p -= d loss / d p, whatever the optimizer; no decay, no clipping."""
+        """Its own, which take plain steps, p -= d loss / d p, whatever the optimizer; no decay, no clipping."""
 
     def before_update(self, update: int, updates: int) -> None:
         """Be told that ``update`` of ``updates`` are done; once more after the last. All processes are."""
@@ -239,10 +238,8 @@ class Trainer:
             accelerator.ddp_handler = DistributedDataParallelKwargs(find_unused_parameters=True)
         self.objective.module, self.optimizer = accelerator.prepare(self.objective.module, optimizer)
         self.schedule = _schedule(self.optimizer.optimizer, config, peak, self.steps)
-        self._groups = len(self.optimizer.param_groups)
-        """Those of the weights, which the schedule knows."""
-        if apart:
-            self.optimizer.optimizer.add_param_group(_plain_group(apart, self.optimizer.optimizer))
+        self._plain_steps = torch.optim.SGD(apart, lr=1.0) if apart else None
+        """Those of the companion's parameters; they have no state."""
 
     def _has_idle_parameters(self) -> bool:
         """Whether some parameter has no part in the loss, or may have none later; DDP would wait for it for ever."""
@@ -314,11 +311,26 @@ class Trainer:
             weights = [parameter for parameter in module.parameters() if id(parameter) not in apart]
             self.accelerator.clip_grad_norm_(weights, self.config.clip_grad)
         self._lr = self._peak_group_lr()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        self._step()
         self.schedule.step_update(update + 1)
         if self._average is not None:
             self._average.update(self.student, step=update + 1)
+
+    def _step(self) -> None:
+        """Change the weights and the companion's parameters by their gradients.
+
+        In float16 the loss is scaled, and gradients are scaled back first. The companion takes no step where one of its
+        own or of the weights overflows; both lower the scale.
+        """
+        own, scaler = self._plain_steps, self.accelerator.scaler
+        if own is not None and scaler is not None:
+            scaler.unscale_(own)  # with the scale of this loss, which a step of the weights may change
+        self.optimizer.step()
+        if own is not None:
+            if not self.optimizer.step_was_skipped and (scaler is None or _has_finite_gradients(own)):
+                own.step()
+            own.zero_grad()
+        self.optimizer.zero_grad()
 
     def _tell_companion(self) -> None:
         if self.companion is not None:
@@ -338,7 +350,7 @@ class Trainer:
         return self.config.images_per_update(self.accelerator.num_processes)
 
     def _peak_group_lr(self) -> float:
-        return max(float(group["lr"]) for group in self.optimizer.param_groups[: self._groups])
+        return max(float(group["lr"]) for group in self.optimizer.param_groups)
 
     def _stop_if_not_finite(self, is_due: bool) -> None:
         """Raise if the loss is no number; on a GPU looked at now and then, since looking waits for it."""
@@ -505,17 +517,9 @@ def _left_out(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
             parameter.requires_grad_(True)
 
 
-def _plain_group(parameters: Sequence[nn.Parameter], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return a group of ``optimizer`` that takes plain steps of rate 1.
-
-    Adam divides by the size of the gradient plus eps: an eps beside which no gradient counts leaves the gradient.
-    """
-    group: dict[str, Any] = {"params": list(parameters), "weight_decay": 0.0}
-    if isinstance(optimizer, torch.optim.SGD):
-        return group | {"lr": 1.0, "momentum": 0.0}
-    if isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
-        return group | {"lr": PLAIN, "betas": (0.0, 0.0), "eps": PLAIN}
-    raise TrainError(f"importances are learned with the optimizer adamw or sgd, not {type(optimizer).__name__}")
+def _has_finite_gradients(optimizer: torch.optim.Optimizer) -> bool:
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return all(bool(p.grad.isfinite().all()) for p in parameters if p.grad is not None)
 
 
 def _with_slow_backbone(config: TrainConfig) -> Callable[[nn.Module], list[dict[str, Any]]]:
