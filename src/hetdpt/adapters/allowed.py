@@ -56,7 +56,7 @@ def timm_names(name: str) -> frozenset[str]:
 
     entry_point = timm.model_entrypoint(name.partition(".")[0])
     if not entry_point.__module__.startswith("timm.models."):
-        raise ModelError(f"{name} is built from a file only if it is one of timm's own models; it was registered since")
+        raise ModelError(f"{name} cannot be built from a file: it is not one of timm's own models")
     names = set(TIMM_COMMON)
     for kind in vars(sys.modules[entry_point.__module__]).values():
         if isinstance(kind, type) and kind.__module__.startswith("timm.models."):
