@@ -12,8 +12,8 @@ EXTRAS := hf,export,data,tensorboard,downstream,bench,dev
 OLDEST := .venv-oldest
 OLDEST_STAMP := $(OLDEST)/.stamp-installed
 # What the dependencies are for. AugMix of grey images needs timm 1.0.30.
-OLDEST_TESTS := $(patsubst %,tests/test_%.py,imports cli data exif onnx saved hub training oneshot predictor width tasks \
-	report runs live) --deselect 'tests/test_data.py::test_grey_models_get_grey_images[augmix-m3]'
+OLDEST_TESTS := $(patsubst %,tests/test_%.py,imports cli data exif onnx saved hub foreign_models training oneshot predictor width \
+	tasks report runs live) --deselect 'tests/test_data.py::test_grey_models_get_grey_images[augmix-m3]'
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-slow test-oldest lint bench bench-full results families clean

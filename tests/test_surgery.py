@@ -32,7 +32,7 @@ def run(model: nn.Module, images: Tensor) -> Tensor:
 
 
 def by_hand(model: nn.Module, images: Tensor, plan: Plan) -> Tensor:
-    """Return what a plain timm ViT computes under ``plan``, written from SPEC section 1."""
+    """Return what a plain timm ViT computes under ``plan``, written from its formulas (docs/architecture.md)."""
     x = model._pos_embed(model.patch_embed(images))
     for number, block in enumerate(model.blocks):
         is_gone = number in plan.attention, number in plan.activation

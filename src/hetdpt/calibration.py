@@ -1,4 +1,4 @@
-"""Calibrated removal (SPEC section 6): a removed layer is replaced by the constant or the linear map closest to it.
+"""Calibrated removal (docs/oneshot.md): a removed layer is replaced by the constant or the linear map closest to it.
 
 The fit is in closed form, on a few hundred images without labels. For a layer y of x it minimises
 E w || y - (W x + b) ||^2 with w = 1 / || y || for every token, so that the few with massive activations do not decide.

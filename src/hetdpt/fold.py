@@ -14,7 +14,7 @@ Layer = nn.Linear | nn.Conv2d
 
 
 def is_cheaper_folded(first: Layer, second: Layer) -> bool:
-    """Whether one matrix costs less than the two: in * out < (in + out) * hidden (SPEC section 8)."""
+    """Whether one matrix costs less than the two: in * out < (in + out) * hidden."""
     hidden, inputs = first.weight.shape[:2]
     outputs = second.weight.shape[0]
     return inputs * outputs < (inputs + outputs) * hidden

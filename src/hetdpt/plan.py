@@ -19,7 +19,7 @@ KINDS: tuple[Kind, Kind] = ("attention", "activation")
 ATTENTION_STYLES = ("skip", "norm", "constant", "position", "linear")
 ACTIVATION_STYLES = ("identity", "calibrated", "drop")
 FITTED_STYLES = ("constant", "position", "linear", "calibrated")
-"""Those that are fitted on images (SPEC section 6)."""
+"""Those that are fitted on images (docs/oneshot.md)."""
 REMOVALS: dict[str, tuple[str, str]] = {
     "plain": ("skip", "identity"),
     "norm": ("norm", "identity"),

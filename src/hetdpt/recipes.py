@@ -1,6 +1,6 @@
 """Settings that are ready to use, as functions. No logic here, and no number without its source.
 
-An accuracy is one that the paper prints. What the paper and SPEC leave out is called "not printed", and is then a
+An accuracy is one that the paper prints. What the paper and its release leave out is called "not printed", and is then a
 default of the stage's config.
 """
 
@@ -98,7 +98,7 @@ def search() -> Recipe:
 
 
 def deit_small_imagenet() -> Recipe:
-    """Return the release's settings (SPEC section 7) for DeiT-S without 8 layers.
+    """Return the release's settings for DeiT-S without 8 layers.
 
     The paper's pruned rows have the costs of the two-head model (reference.json), so that is the model here.
 
@@ -120,7 +120,7 @@ def deit_small_imagenet() -> Recipe:
 
 
 def deit_base_imagenet() -> Recipe:
-    """Return the release's settings (SPEC section 7) for DeiT-B without 10 layers.
+    """Return the release's settings for DeiT-B without 10 layers.
 
     The paper's pruned rows have the costs of the two-head model (reference.json), so that is the model here.
     """
@@ -259,12 +259,12 @@ def dinov2_giant_cifar100() -> Recipe:
 
 
 def _briefly(config: RecoverConfig) -> RecoverConfig:
-    """Return the fine-tuning of a sample: the recipe's own with the paper's 10 epochs (SPEC section 3)."""
+    """Return the fine-tuning of a sample: the recipe's own with the paper's 10 epochs."""
     return config.with_settings({"training.epochs": 10})
 
 
 def _search_for(layers: int) -> RecoverConfig:
-    """Return the release's search for so many layers (SPEC section 5): a fixed learning rate, stages of 3, 5, 7, ...
+    """Return the release's search for so many layers (docs/method.md): a fixed learning rate, stages of 3, 5, 7, ...
 
     >>> _search_for(8).training.epochs
     80

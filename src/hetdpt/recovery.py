@@ -32,7 +32,7 @@ from hetdpt.training.trainer import Companion, Epoch, Keeper, Progress, Trainer
 
 @dataclass(frozen=True, kw_only=True)
 class RecoverConfig:
-    """How a student is trained back to accuracy; the defaults are those of the paper's release (SPEC section 7)."""
+    """How a student is trained back to accuracy; the defaults are those of the paper's release (docs/training.md)."""
 
     training: TrainConfig = field(default_factory=TrainConfig)
     """The loop."""

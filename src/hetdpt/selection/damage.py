@@ -1,6 +1,6 @@
 """Layers chosen one after another, each the one whose removal does the least damage for what it gains; no labels.
 
-The damage is measured after the replacements are fitted (SPEC section 6), between the answers of the model as given
+The damage is measured after the replacements are fitted, between the answers of the model as given
 and those of the model without the layers. What a layer gains is given: 1, or the milliseconds that it costs.
 """
 

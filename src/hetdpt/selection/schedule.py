@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hetdpt.plan import Budget, Kind
 
-FIRST_STAGE, GROWTH = 3, 2  # epochs at the paper's scale: stages of 3, 5, 7, ... (SPEC section 5)
+FIRST_STAGE, GROWTH = 3, 2  # epochs at the paper's scale: stages of 3, 5, 7, ... (docs/method.md)
 
 
 def removal_order(budget: Budget) -> tuple[Kind, ...]:

@@ -12,7 +12,7 @@ SCHEDULES = ("cosine", "constant", "poly", "step")
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """The settings of the training loop; the defaults are those of the paper's release (SPEC section 7).
+    """The settings of the training loop; the defaults are those of the paper's release (docs/training.md).
 
     >>> TrainConfig(batch_size=128).peak_lr(processes=8)
     0.0001

@@ -25,7 +25,7 @@ KINDS = ("none", "hard", "soft")
 
 @dataclass(frozen=True, kw_only=True)
 class Distillation:
-    """How the student learns from its teacher: (1 - alpha) cross-entropy + alpha distillation (SPEC section 7).
+    """How the student learns from its teacher: (1 - alpha) cross-entropy + alpha distillation (docs/training.md).
 
     hard: cross-entropy with the class the teacher names. soft: T^2 KL(teacher || student), both softened by T.
     """
