@@ -1,7 +1,7 @@
 """Settings that are ready to use, as functions. No logic here, and no number without its source.
 
-An accuracy is one that the paper prints. What the paper and its release leave out is called "not printed", and is then a
-default of the stage's config.
+An accuracy is one that the paper prints. What the paper and its release leave out is called "not printed"; then the
+default of the stage's config is used.
 """
 
 from __future__ import annotations
