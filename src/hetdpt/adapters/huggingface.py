@@ -18,10 +18,12 @@ def is_hf(model: nn.Module) -> bool:
 
 
 def import_transformers() -> Any:
+    """Return the library, with all that its models have in common imported: some of that starts a process (lscpu)."""
     try:
         import transformers
     except ImportError:
         raise ModelError("models of HuggingFace need transformers; install hetdpt[hf]") from None
+    transformers.PreTrainedModel  # noqa: B018 - the library imports it when it is asked for
     return transformers
 
 
