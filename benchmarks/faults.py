@@ -12,7 +12,7 @@ has to come to. Then, each time from nothing:
     damage                       a byte of a file is flipped, and its end cut off, or all of it, or the file gone: one
                                  file of each sort, in a half-done directory and in a finished one
     data                         an image, or all of them, go in the midst of training, or one becomes too thin
-    foreign                      its model describes itself by another one's words: files, repositories, processes
+    foreign                      its model describes itself by another one's words: files, hub repositories
     rank                         one of two processes of a group is killed
 
 and the command is given again; where it is refused, once more after the cure (more space, the file back, ...). Of all

@@ -18,8 +18,10 @@ from typing import Any
 
 import pytest
 import timm
+import torch
 import transformers
 from families import FAMILIES
+from safetensors.torch import load_file, save_file
 from test_bad_files import TRIED, count  # noqa: F401 - a fixture
 from test_training_cli import build
 
@@ -28,13 +30,15 @@ from hetdpt.adapters.allowed import FAMILIES as ALLOWED
 from hetdpt.adapters.allowed import LABELS, model_class, require_allowed, settings_of, timm_names
 from hetdpt.adapters.guard import guarded
 from hetdpt.adapters.models import Base, base_of, create, rebuild
-from hetdpt.errors import HetDPTError, ModelError
-from hetdpt.files import read_sealed_json, write_sealed_json
+from hetdpt.adapters.preprocessing import preprocessing_of
+from hetdpt.errors import FileError, HetDPTError, ModelError
+from hetdpt.files import read_sealed_json, sha256, write_sealed_json
 
 CANARY = "canary.bin"
 """A pickle that leaves a file behind when it is loaded, and must not even be opened."""
 WITH_FILE = {"checkpoint_path": CANARY}
 HUB = "hf-hub:evil/x"
+NESTED = json.loads("[" * 600 + "]" * 600)
 
 ATTACKS: dict[str, dict[str, Any]] = {
     "nested checkpoint": {
@@ -106,6 +110,15 @@ ATTACKS: dict[str, dict[str, Any]] = {
     },
     "directory of timm": {"library": "timm", "name": "local-dir:.", "arguments": {}},
     "model of the hub": {"library": "timm", "name": HUB, "arguments": {}},
+    "billions of classes": {
+        "library": "transformers",
+        "name": "ViTForImageClassification",
+        "arguments": {"num_labels": 10**9},
+    },
+    "billions of blocks": {"library": "timm", "name": "test_vit", "arguments": {"depth": 10**9}},
+    "many blocks": {"library": "timm", "name": "test_vit", "arguments": {"depth": 10**5}},
+    "lists in lists": {"library": "timm", "name": "test_vit", "arguments": {"depth": NESTED}},
+    "a number that is none": {"library": "timm", "name": "test_vit", "arguments": {"drop_path_rate": float("inf")}},
 }
 
 
@@ -139,7 +152,7 @@ def plant(saved: Path, tmp_path: Path) -> Callable[[str], Path]:
 @pytest.mark.parametrize("name", ATTACKS)
 def test_a_crafted_base_is_refused_before_anything_is_built(plant: Callable[[str], Path], name: str) -> None:
     TRIED["saved model, sealed again"] += 1
-    words = "cannot be built from a file|not among the classes|timm's own models|timm has no model called"
+    words = "cannot be built from a file|not among the classes|timm's own models|timm has no model called|modules"
     with pytest.raises(ModelError, match=words):
         hetdpt.load(plant(name))
 
@@ -391,3 +404,126 @@ def test_a_directory_of_transformers_leads_nowhere_else(
         create(f"hf:{directory}")
     assert [event for event in silence if event.startswith("socket.")] == []
     assert not (tmp_path / "executed").exists()
+
+
+@pytest.fixture
+def local(tmp_path: Path) -> Path:
+    """Return a directory of transformers with its weights."""
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    config = transformers.ViTConfig(image_size=16, patch_size=8, **sizes)
+    transformers.ViTForImageClassification(config).save_pretrained(tmp_path / "models" / "mine")
+    return tmp_path / "models" / "mine"
+
+
+@pytest.mark.parametrize("name", ["{outside}", "../../outside.safetensors"])
+def test_an_index_names_no_weights_elsewhere(local: Path, name: str) -> None:
+    outside = local.parents[1] / "outside.safetensors"
+    names = list(load_file(local / "model.safetensors"))
+    (local / "model.safetensors").rename(outside)
+    index = {"metadata": {}, "weight_map": dict.fromkeys(names, name.format(outside=outside))}
+    (local / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ModelError, match="names weights outside of its directory"):
+        create(f"hf:{local}")
+
+
+def test_weights_are_no_links_to_elsewhere(local: Path) -> None:
+    outside = local.parents[1] / "outside.safetensors"
+    (local / "model.safetensors").rename(outside)
+    (local / "model.safetensors").symlink_to(outside)
+    with pytest.raises(ModelError, match="is a link to a file outside of its directory"):
+        create(f"hf:{local}")
+
+
+def test_a_snapshot_in_the_cache_of_the_hub_is_opened(local: Path) -> None:
+    """Its files are links to a folder beside the snapshots."""
+    blobs, snapshot = local.parent / "blobs", local.parent / "snapshots" / "abc"
+    blobs.mkdir()
+    snapshot.mkdir(parents=True)
+    for number, file in enumerate(sorted(local.iterdir())):
+        file.rename(blobs / str(number))
+        (snapshot / file.name).symlink_to(blobs / str(number))
+    assert create(f"hf:{snapshot}") is not None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"num_labels": 10**9}, {"num_labels": "many"}, {"architectures": 5}, {"architectures": [5]}, {"id2label": 5},
+        {"hidden_size": "evil"}, {"dtype": []}, {"auto_map": 5}, {"hidden_size": 10**9}, {"num_hidden_layers": 10**5},
+        {"vision_config": {"num_labels": 10**9}}, {"hidden_act": "evil"},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_config_that_is_wrong_ends_in_a_model_or_a_sentence(local: Path, change: dict[str, Any]) -> None:
+    file = local / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    TRIED["directory of transformers"] += 1
+    with suppress(HetDPTError):
+        create(f"hf:{local}")
+
+
+@pytest.mark.parametrize(
+    "change", [{"image_mean": ["a", "b", "c"]}, {"resample": 99}, {"resample": -1}, {"image_std": [0, 0, 0]}], ids=str
+)
+def test_an_image_processor_that_is_wrong_is_a_sentence(local: Path, change: dict[str, Any]) -> None:
+    transformers.ViTImageProcessorPil().save_pretrained(local)
+    file = local / "preprocessor_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    model = create(f"hf:{local}")
+    with pytest.raises(ModelError):
+        preprocessing_of(model)
+
+
+# Other entries, and other files, of a saved model
+
+
+USUAL = {"mean": [0, 0, 0], "std": [1, 1, 1]}
+ENTRIES: dict[str, dict[str, Any]] = {
+    "merged": {"merged": [float("inf")]},
+    "folded norms": {"folded_norms": [float("inf")]},
+    "huge images": {"input_size": [3, 10**30, 10**30]},
+    "infinite images": {"input_size": [3, float("inf"), 32]},
+    "resized": {"resized": [float("inf"), 1]},
+    "deep widths": {"widths": {"shapes": [], "stream": None, "attributes": [["a", "b", NESTED]]}},
+    "no sides": {"preprocessing": {**USUAL, "input_size": [3]}},
+    "sides of text": {"preprocessing": {**USUAL, "input_size": [3, "a", None]}},
+    "huge views": {"preprocessing": {**USUAL, "input_size": [3, 60000, 60000]}},
+    "a long number": {"preprocessing": {**USUAL, "input_size": [3, 8, 8], "mean": [10**400, 0, 0]}},
+    "no preprocessing": {"preprocessing": {}},
+    "a long plan": {
+        "plan": {"attention": [*range(10**5)], "activation": [], "removal": "plain", "anatomy": None, "fits": []}
+    },
+}
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_an_entry_that_is_wrong_is_a_sentence(saved: Path, tmp_path: Path, entry: str) -> None:
+    directory = Path(shutil.copytree(saved, tmp_path / "model"))
+    values = read_sealed_json(directory / "hetdpt.json")
+    write_sealed_json(directory / "hetdpt.json", values | ENTRIES[entry])
+    TRIED["saved model, sealed again"] += 1
+    with pytest.raises(HetDPTError) as refused:
+        hetdpt.load(directory)
+    assert len(str(refused.value)) < 1000
+
+
+@pytest.mark.parametrize("kind", [torch.int64, torch.bool, torch.complex64])
+def test_weights_are_of_the_kind_that_the_model_has(saved: Path, tmp_path: Path, kind: torch.dtype) -> None:
+    directory = Path(shutil.copytree(saved, tmp_path / "model"))
+    weights = directory / "model.safetensors"
+    save_file({name: tensor.to(kind) for name, tensor in load_file(weights).items()}, weights)
+    values = read_sealed_json(directory / "hetdpt.json")
+    values["weights"]["sha256"] = sha256(weights)
+    write_sealed_json(directory / "hetdpt.json", values)
+    with pytest.raises(FileError, match=f"should be torch.float32 and is {kind}"):
+        hetdpt.load(directory)
+
+
+@pytest.mark.parametrize("name", ["hetdpt.json", "model.safetensors"])
+@pytest.mark.parametrize("place", ["/dev/zero", "."])
+def test_what_is_no_file_is_not_read(saved: Path, tmp_path: Path, name: str, place: str) -> None:
+    directory = Path(shutil.copytree(saved, tmp_path / "model"))
+    (directory / name).unlink()
+    (directory / name).symlink_to(place)
+    with pytest.raises(FileError, match="is missing"):
+        hetdpt.load(directory)

@@ -156,10 +156,10 @@ def write_sealed_json(path: Path, values: dict[str, Any]) -> None:
 
 
 def read_sealed_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():  # nor a device, which could be read for ever
+        raise FileError(f"{path} is missing; a directory written by hetdpt.save was expected")
     try:
         values = parse_json(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, NotADirectoryError):
-        raise FileError(f"{path} is missing; a directory written by hetdpt.save was expected") from None
     except ValueError as error:
         raise FileError(f"{path} is damaged: it is not JSON ({error}); save the model again") from None
     try:

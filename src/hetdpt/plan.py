@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import json
+import reprlib
+from collections import Counter
 from collections.abc import Collection
 from dataclasses import asdict, dataclass, field, fields
 from numbers import Integral
@@ -238,8 +240,10 @@ def _is_block(value: object) -> bool:
 
 def _blocks(kind: str, blocks: Any) -> tuple[int, ...]:
     if not isinstance(blocks, Collection) or not all(_is_block(block) for block in blocks):
-        raise PlanError(f"{kind} of a plan lists block numbers counted from 0, such as (1, 10), not {blocks!r}")
-    twice = sorted({block for block in blocks if list(blocks).count(block) > 1})
+        raise PlanError(
+            f"{kind} of a plan lists block numbers counted from 0, such as (1, 10), not {reprlib.repr(blocks)}"
+        )
+    twice = sorted(block for block, count in Counter(blocks).items() if count > 1)
     if twice:
         raise PlanError(f"the plan lists {kind} {_spell(twice)} more than once; name every block once")
     return tuple(sorted(int(block) for block in blocks))

@@ -15,7 +15,7 @@ from functools import cache
 from inspect import signature
 from typing import TYPE_CHECKING, Any
 
-from hetdpt.adapters.huggingface import import_transformers
+from hetdpt.adapters.huggingface import find_class, import_transformers
 from hetdpt.errors import ModelError
 
 if TYPE_CHECKING:
@@ -37,6 +37,8 @@ LABELS = {"id2label", "label2id"}
 ATTENTION = ("eager", "sdpa")
 """How attention may be computed; transformers would download other implementations."""
 WORD = re.compile(r"[\w.+-]{0,64}", re.ASCII)
+LARGEST, LONGEST, DEEPEST = 2**20, 1000, 4
+"""The largest number, the longest list and the most lists inside of each other; larger ones can exhaust a machine."""
 
 
 def require_allowed(base: Base) -> None:
@@ -67,11 +69,7 @@ def timm_names(name: str) -> frozenset[str]:
 
 def model_class(name: str) -> Any:
     """Return the class of transformers called ``name``, an image model of ``FAMILIES``."""
-    transformers = import_transformers()
-    found: Any = getattr(transformers, name, None) if name.isidentifier() else None
-    is_model = isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)
-    if not is_model:
-        raise ModelError(f"transformers has no model class called {name!r}")
+    found = find_class(name)
     if _family(found) not in FAMILIES or found.main_input_name != "pixel_values":
         raise ModelError(
             f"{name} is not among the classes of transformers that are built from a file; image models such as "
@@ -145,13 +143,13 @@ def _require_plain(owner: str, values: dict[str, Any], names: Collection[str]) -
             raise _refusal(owner, name, value)
 
 
-def _is_plain(value: Any) -> bool:
-    """Whether ``value`` is a number, a boolean, nothing, a short word, or a list of them."""
+def _is_plain(value: Any, depth: int = DEEPEST) -> bool:
+    """Whether ``value`` is a number, a boolean, nothing, a short word, or a list of them, and not too large."""
     if isinstance(value, list | tuple):
-        return all(_is_plain(each) for each in value)
+        return depth > 0 and len(value) <= LONGEST and all(_is_plain(each, depth - 1) for each in value)
     if isinstance(value, str):
         return WORD.fullmatch(value) is not None
-    return value is None or isinstance(value, bool | int | float)
+    return value is None or (isinstance(value, bool | int | float) and abs(value) <= LARGEST)
 
 
 def _is_labels(value: Any) -> bool:

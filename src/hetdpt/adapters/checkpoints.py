@@ -37,7 +37,7 @@ def load_weights(model: nn.Module, path: str | Path) -> nn.Module:
 
 
 def check_fit(expected: dict[str, Any], given: dict[str, Any], name: str) -> None:
-    """Raise ``FileError`` naming the first tensor of ``given`` that is missing, unknown or of another shape."""
+    """Raise ``FileError`` naming the first tensor of ``given`` that is missing, unknown or of another shape or kind."""
     for key in expected:
         if key not in given:
             raise FileError(f"{name} does not fit the model: {key} is missing; was it saved from another model?")
@@ -47,5 +47,8 @@ def check_fit(expected: dict[str, Any], given: dict[str, Any], name: str) -> Non
                 f"{name} does not fit the model: {key} should be {shapes[0]} and is {shapes[1]}; "
                 "check the model's name, number of classes and image size"
             )
+        if given[key].is_complex() or given[key].is_floating_point() != expected[key].is_floating_point():
+            kinds = expected[key].dtype, given[key].dtype
+            raise FileError(f"{name} does not fit the model: {key} should be {kinds[0]} and is {kinds[1]}")
     if unknown := [key for key in given if key not in expected]:
         raise FileError(f"{name} does not fit the model: it has {unknown[0]}, which the model lacks")

@@ -1,4 +1,4 @@
-"""What is asked of any model of transformers. The library is imported only for models that are of it."""
+"""Questions about any model of transformers. The library is imported only where one is met."""
 
 from __future__ import annotations
 
@@ -25,6 +25,16 @@ def import_transformers() -> Any:
         raise ModelError("models of HuggingFace need transformers; install hetdpt[hf]") from None
     transformers.PreTrainedModel  # noqa: B018 - the library imports it when it is asked for
     return transformers
+
+
+def find_class(name: str) -> Any:
+    """Return the model class of transformers called ``name``."""
+    transformers = import_transformers()
+    found: Any = getattr(transformers, name, None) if name.isidentifier() else None
+    is_model = isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)
+    if not is_model:
+        raise ModelError(f"transformers has no model class called {name!r}")
+    return found
 
 
 def require_images(model: nn.Module) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import reprlib
 from contextlib import nullcontext
 from copy import copy
 from dataclasses import dataclass, field, replace
@@ -13,17 +14,20 @@ from typing import Any
 
 from torch import nn
 
-from hetdpt.adapters.allowed import require_allowed, settings_of
+from hetdpt.adapters.allowed import LARGEST, require_allowed, settings_of
 from hetdpt.adapters.arguments import ask
 from hetdpt.adapters.checkpoints import load_weights
-from hetdpt.adapters.guard import guarded, guarded_directory
-from hetdpt.adapters.huggingface import import_transformers, is_hf, require_images, silent
+from hetdpt.adapters.guard import few_modules, guarded, guarded_directory, require_own_weights
+from hetdpt.adapters.huggingface import find_class, import_transformers, is_hf, require_images, silent
 from hetdpt.errors import HetDPTError, ModelError, first_line
+from hetdpt.files import parse_json
 from hetdpt.gates import Removed
 
 BASE = "_hetdpt_base"
 SIZE = "_hetdpt_size"
 HF_PREFIX = "hf:"
+NEED_VALUES = (RuntimeError, TypeError)
+"""What a constructor raises that computes with the values of its parameters, if they have none."""
 # timm's wrappers that answer with maps of features, and how to ask for each.
 FEATURE_NETS = {f"Feature{name.title()}Net": name for name in ("getter", "list", "dict", "hook")}
 
@@ -91,9 +95,10 @@ def build(base: Base, *, pretrained: bool = False, is_empty: bool = False) -> nn
     except HetDPTError:
         raise
     except Exception as error:  # whatever a constructor raises on arguments it does not take
-        if is_empty:  # or one that computes with its parameters, which needs real ones
+        if is_empty and isinstance(error, NEED_VALUES):  # one that computes with its parameters
             return build(base)
-        raise ModelError(f"{base.name} cannot be built with {base.arguments}: {first_line(error)}") from error
+        shown = reprlib.repr(base.arguments)
+        raise ModelError(f"{base.name} cannot be built with {shown}: {first_line(error)}") from error
     vars(model)[BASE] = base
     return model.eval()
 
@@ -103,7 +108,7 @@ def rebuild(base: Base, *, is_empty: bool = False) -> nn.Module:
     if base.library == "timm":
         _require_in_timm(base.name)
     require_allowed(base)
-    with guarded():
+    with guarded(), few_modules():
         return build(base, is_empty=is_empty)
 
 
@@ -301,12 +306,7 @@ def _channels(model: nn.Module) -> int | None:
 
 
 def _build_hf(base: Base) -> nn.Module:
-    transformers = import_transformers()
-    model_class = getattr(transformers, base.name, None) if base.name.isidentifier() else None
-    is_model = isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel)
-    if not is_model:
-        raise ModelError(f"transformers has no model class called {base.name!r}")
-    assert model_class is not None
+    model_class = find_class(base.name)
     model: nn.Module = model_class(model_class.config_class.from_dict(base.arguments))
     return model
 
@@ -326,7 +326,7 @@ def _create_hf(name: str, pretrained: bool, is_empty: bool, num_classes: int | N
         config = _vision(transformers.AutoConfig.for_model(name, **changes))
         base = Base("transformers", _hf_class(transformers, config), _hf_arguments(config))
         return build(base, is_empty=is_empty)
-    with guarded_directory(name):
+    with guarded_directory(name), few_modules():
         config = _vision(_hf_config(transformers, name, changes))
         base = Base("transformers", _hf_class(transformers, config), _hf_arguments(config))
         require_allowed(base)
@@ -341,6 +341,8 @@ def _load_hf(transformers: Any, name: str, base: Base, num_classes: int | None, 
     given = {"num_classes": num_classes, "img_size": img_size}
     sizes = ", ".join(f"{key}={value}" for key, value in given.items() if value is not None)
     try:
+        if Path(name).is_dir():
+            require_own_weights(Path(name))
         with silent(transformers):
             config = model_class.config_class.from_dict(base.arguments)
             model: nn.Module = model_class.from_pretrained(name, config=config)
@@ -354,9 +356,13 @@ def _load_hf(transformers: Any, name: str, base: Base, num_classes: int | None, 
 
 
 def _hf_config(transformers: Any, name: str, changes: dict[str, Any]) -> Any:
+    if Path(name).is_dir():
+        _require_few_labels(Path(name) / "config.json")
     try:
         return transformers.AutoConfig.from_pretrained(name, trust_remote_code=False, **changes)
-    except (OSError, ValueError) as error:
+    except HetDPTError:
+        raise
+    except Exception as error:  # transformers has many classes for values of a wrong type
         near = difflib.get_close_matches(name, list(transformers.CONFIG_MAPPING), 3)
         hint = f" (did you mean hf:{near[0]}?)" if near else ""
         raise ModelError(
@@ -365,15 +371,29 @@ def _hf_config(transformers: Any, name: str, changes: dict[str, Any]) -> Any:
         ) from None
 
 
+def _require_few_labels(file: Path) -> None:
+    """Raise ``ModelError`` where transformers would make up more names of classes than a machine has memory for."""
+    try:
+        values = parse_json(file.read_bytes()) if file.is_file() else {}
+    except ValueError as error:
+        raise ModelError(f"{file} is not JSON: {first_line(error)}") from None
+    inner = [each for each in values.values() if isinstance(each, dict)] if isinstance(values, dict) else []
+    for each in (values, *inner):
+        labels = each.get("num_labels", 0) if isinstance(each, dict) else 0
+        if not isinstance(labels, int) or not 0 <= labels <= LARGEST:
+            raise ModelError(f"{file} has num_labels={reprlib.repr(labels)}; a number up to {LARGEST} was expected")
+
+
 def _vision(config: Any) -> Any:
     """Return the config of the vision tower, where a model has others (CLIP, SigLIP)."""
-    return getattr(config, "vision_config", config)
+    tower = getattr(config, "vision_config", None)
+    return tower if isinstance(tower, import_transformers().PreTrainedConfig) else config
 
 
 def _hf_class(transformers: Any, config: Any) -> str:
-    named = (config.architectures or [None])[0]
-    if named and hasattr(transformers, named):
-        return str(named)
+    named = config.architectures[0] if isinstance(config.architectures, list) and config.architectures else None
+    if isinstance(named, str) and hasattr(transformers, named):
+        return named
     classifiers = transformers.models.auto.modeling_auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES
     plain = transformers.models.auto.modeling_auto.MODEL_MAPPING_NAMES
     found = classifiers.get(config.model_type) or plain.get(config.model_type)

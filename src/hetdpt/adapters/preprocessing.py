@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import reprlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from hetdpt.errors import ModelError, first_line
 PREPROCESSING = "_hetdpt_preprocessing"
 # The numbers that PIL gives to its filters, which transformers stores, and their names in timm.
 INTERPOLATIONS = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")
+MOST_PIXELS = 2**25
+"""Of the input, and of an image before it is cropped."""
 LEAST_CROP = 0.001
 """With less, the image that is cropped would be a thousand times as large as the crop."""
 PROCESSOR_FILE = "preprocessor_config.json"
@@ -45,7 +48,9 @@ class Preprocessing:
     """What is resized: the shorter side (``center``), both (``squash``), or the longer, with a border (``border``)."""
 
     def __post_init__(self) -> None:
-        channels = self.input_size[0]
+        channels, height, width = self.input_size
+        if not all(isinstance(side, int) and side > 0 for side in (height, width)) or height * width > MOST_PIXELS:
+            raise ModelError(f"images have sides of whole pixels, {MOST_PIXELS} in all at most, not {height} x {width}")
         if channels not in (1, 3):
             raise ModelError(f"images have 1 or 3 channels, but the model takes {channels}")
         if not len(self.mean) == len(self.std) == channels:
@@ -75,8 +80,10 @@ class Preprocessing:
         try:
             known: Any = {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
             return cls(**known)
-        except (AttributeError, TypeError, IndexError) as error:
-            raise ModelError(f"a preprocessing cannot be read from {values!r}: {first_line(error)}") from None
+        except (AttributeError, TypeError, ValueError, IndexError, OverflowError) as error:
+            raise ModelError(
+                f"a preprocessing cannot be read from {reprlib.repr(values)}: {first_line(error)}"
+            ) from None
 
 
 def preprocessing_of(model: nn.Module) -> Preprocessing:
@@ -89,7 +96,13 @@ def preprocessing_of(model: nn.Module) -> Preprocessing:
     if noted is not None:
         return noted
     size = input_size_of(model)
-    return _of_processor(_processor(model), size) if is_hf(model) else _of_timm(model, size)
+    if not is_hf(model):
+        return _of_timm(model, size)
+    processor = _processor(model)
+    try:
+        return _of_processor(processor, size)
+    except (TypeError, ValueError, IndexError, AttributeError, ZeroDivisionError) as error:
+        raise ModelError(f"{type(processor).__name__} has settings of no use: {first_line(error)}") from None
 
 
 def _of_timm(model: nn.Module, size: tuple[int, int, int]) -> Preprocessing:
@@ -125,7 +138,7 @@ def _of_processor(processor: Any, size: tuple[int, int, int]) -> Preprocessing:
         input_size=size,
         mean=_for_channels(processor.image_mean if is_normalised else (0.0, 0.0, 0.0), size[0]),
         std=_for_channels(processor.image_std if is_normalised else (1.0, 1.0, 1.0), size[0]),
-        interpolation=INTERPOLATIONS[int(processor.resample)],
+        interpolation=dict(enumerate(INTERPOLATIONS)).get(int(processor.resample), str(processor.resample)),
         crop_pct=crop_pct,
         crop_mode=crop_mode,
     )

@@ -10,12 +10,10 @@ from typing import Any
 from PIL import Image
 from torch import Tensor
 
-from hetdpt.adapters.preprocessing import Preprocessing
+from hetdpt.adapters.preprocessing import MOST_PIXELS, Preprocessing
 from hetdpt.errors import DataError, first_line
 
 Transform = Callable[[Image.Image], Tensor]
-MOST_PIXELS = 2**25
-"""Images that would have more than this after resizing, before they are cropped, count as unreadable."""
 
 
 @dataclass(frozen=True, kw_only=True)

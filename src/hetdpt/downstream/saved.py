@@ -11,6 +11,7 @@ from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
 from hetdpt.adapters.checkpoints import check_fit
+from hetdpt.adapters.guard import few_modules
 from hetdpt.downstream.backbone import Backbone
 from hetdpt.downstream.model import TaskModel
 from hetdpt.downstream.tasks import TASKS
@@ -52,15 +53,16 @@ def load_task(directory: str | Path) -> TaskModel:
     """Return the detector or segmenter saved in ``directory``, in eval mode on the CPU; damaged files are refused."""
     source = Path(directory)
     values = read_sealed_json(source / TASK)
-    if values.get("format") != FORMAT or values.get("task") not in TASKS:
+    if values.get("format") != FORMAT or values.get("task") not in [*TASKS]:
         raise FileError(f"{source / TASK} is of a version that this one does not read; save the model again")
     weights = source / HEAD
     require_sealed(weights, values)
     state, row = read_tensors(weights), TASKS[values["task"]]
     config, inner = _config(row.config, values, source), load(source / BACKBONE)
     try:
-        model = row.model(Backbone(inner, width=values["pyramid"]), values["classes"], config)
-    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        with few_modules():
+            model = row.model(Backbone(inner, width=values["pyramid"]), values["classes"], config)
+    except (KeyError, TypeError, ValueError, RuntimeError, OverflowError, MemoryError) as error:
         raise FileError(f"{source / TASK} says what no {values['task']} is made of: {first_line(error)}") from None
     check_fit(_own(model), state, str(weights))
     model.load_state_dict(state, strict=False)

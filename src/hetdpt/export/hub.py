@@ -34,11 +34,17 @@ def hetdpt(
     """
     if others:
         raise ModelError(f"a pruned model is built as it was saved; of timm's arguments, leave out {', '.join(others)}")
-    model: Any = Recipe.from_dict(recipe, "config.json").build(is_empty=False)
-    if pretrained:
-        load_timm_weights(model, pretrained_cfg)
-    if num_classes is not None and num_classes != model.num_classes:
-        model.reset_classifier(num_classes)
+    made = Recipe.from_dict(recipe, "config.json")
+    if made.base.library != "timm":
+        raise ModelError(f"timm opens pruned models of timm, not {made.base.name}; open this one with hetdpt.load")
+    model: Any = made.build(is_empty=False)
+    try:
+        if pretrained:
+            load_timm_weights(model, pretrained_cfg)
+        if num_classes is not None and num_classes != model.num_classes:
+            model.reset_classifier(num_classes)
+    except (RuntimeError, TypeError, ValueError, KeyError) as error:
+        raise ModelError(f"the model in config.json cannot be opened: {first_line(error)}") from error
     return as_features(model, out_indices) if features_only else model
 
 

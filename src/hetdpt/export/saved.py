@@ -36,6 +36,8 @@ from hetdpt.surgery import gates_of, merge_blocks_, place_, record_of, resize_
 RECIPE, WEIGHTS, CARD, TIMM_CONFIG = "hetdpt.json", "model.safetensors", "README.md", "config.json"
 DEMO, DEMO_DIRECTORY = "demo", Path(__file__).parent.parent / "demo_model"  # the model that comes with hetdpt
 FORMAT = 1
+LARGEST_SIDE, MOST_TENSORS = 2**14, 5000
+"""Pixels of a side, and tensors, that a file may say a model has."""
 DTYPES = ("float32", "float16", "bfloat16", "float64")
 
 
@@ -89,13 +91,15 @@ class Recipe:
                 folded_norms=tuple(int(block) for block in values["folded_norms"]),
                 input_size=_input_size(values["input_size"]),
                 dtype=DTYPES[DTYPES.index(values["dtype"])],
-                preprocessing=Preprocessing.from_dict(wants) if (wants := values.get("preprocessing")) else None,
+                preprocessing=Preprocessing.from_dict(wants)
+                if (wants := values.get("preprocessing")) is not None
+                else None,
                 folded_constants=tuple(int(block) for block in values.get("folded_constants", ())),
                 widths=Widths.from_dict(sizes) if (sizes := values.get("widths")) is not None else None,
                 tokens=Tokens.from_dict(tokens) if (tokens := values.get("tokens")) is not None else None,
-                resized=(int(sides[0]), int(sides[1])) if (sides := values.get("resized")) is not None else None,
+                resized=_input_size((1, *sides))[1:] if (sides := values.get("resized")) is not None else None,
             )
-        except (KeyError, TypeError, ValueError, IndexError) as error:
+        except (KeyError, TypeError, ValueError, IndexError, OverflowError, RecursionError) as error:
             raise FileError(f"{name} is no recipe of hetdpt.save: {error!r} is wrong or missing") from None
 
     def build(self, is_empty: bool = True) -> nn.Module:
@@ -223,7 +227,7 @@ def versions() -> dict[str, str]:
 
 def _input_size(values: Any) -> tuple[int, int, int]:
     channels, height, width = (int(value) for value in values)
-    if min(channels, height, width) < 1:
+    if min(channels, height, width) < 1 or max(channels, height, width) > LARGEST_SIDE:
         raise ValueError(f"input_size {values}")
     return channels, height, width
 
@@ -295,6 +299,8 @@ def read_tensors(file: Path) -> dict[str, Tensor]:
     try:
         with safe_open(file, "pt") as content:
             names = list(content.keys())
+        if len(names) > MOST_TENSORS:  # each is found by going through all of them
+            raise FileError(f"{file} has {len(names)} tensors; at most {MOST_TENSORS} were expected")
         return {name: _read_tensor(file, name) for name in names}
     except SafetensorError as error:
         raise FileError(f"{file} cannot be read: {error}") from None
