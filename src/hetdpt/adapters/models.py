@@ -26,8 +26,6 @@ from hetdpt.gates import Removed
 BASE = "_hetdpt_base"
 SIZE = "_hetdpt_size"
 HF_PREFIX = "hf:"
-NEED_VALUES = (RuntimeError, TypeError)
-"""What a constructor raises that computes with the values of its parameters, if they have none."""
 # timm's wrappers that answer with maps of features, and how to ask for each.
 FEATURE_NETS = {f"Feature{name.title()}Net": name for name in ("getter", "list", "dict", "hook")}
 
@@ -95,7 +93,7 @@ def build(base: Base, *, pretrained: bool = False, is_empty: bool = False) -> nn
     except HetDPTError:
         raise
     except Exception as error:  # whatever a constructor raises on arguments it does not take
-        if is_empty and isinstance(error, NEED_VALUES):  # one that computes with its parameters
+        if is_empty and isinstance(error, RuntimeError):  # one that computes with its parameters
             return build(base)
         shown = reprlib.repr(base.arguments)
         raise ModelError(f"{base.name} cannot be built with {shown}: {first_line(error)}") from error
