@@ -465,7 +465,7 @@ def test_no_huggingface_model(run: Run) -> None:
     """In a process of its own, because huggingface_hub reads HF_HUB_OFFLINE when it is imported."""
     result = run_script("inspect", "hf:vitt", HF_HUB_OFFLINE="1", HF_HUB_DISABLE_TELEMETRY="1")
     result.is_refused_like(
-        r"hf:vitt is neither a directory with a config.json, nor a model type \(did you mean hf:vit\?\), nor to be had "
+        r"hf:vitt is neither a directory with a config.json, nor a model type \(did you mean hf:vit\?\), nor available "
         r"from the hub: .+"
     )
 

@@ -122,7 +122,7 @@ def checked(batches: Iterable[Tensor], model: nn.Module, purpose: str) -> Genera
 class Peeked:
     """Images as ``checked`` yields them, the first batch of which is known before they are gone through.
 
-    What was opened to look at it is what the first pass goes on with, so that no workers are started for a look.
+    The first pass continues what was opened for that look, so that no workers are started for it alone.
     """
 
     def __init__(self, batches: Iterable[Tensor], model: nn.Module, purpose: str) -> None:

@@ -364,7 +364,7 @@ def _hf_config(transformers: Any, name: str, changes: dict[str, Any]) -> Any:
         near = difflib.get_close_matches(name, list(transformers.CONFIG_MAPPING), 3)
         hint = f" (did you mean hf:{near[0]}?)" if near else ""
         raise ModelError(
-            f"hf:{name} is neither a directory with a config.json, nor a model type{hint}, nor to be had from "
+            f"hf:{name} is neither a directory with a config.json, nor a model type{hint}, nor available from "
             f"the hub: {first_line(error)}"
         ) from None
 
