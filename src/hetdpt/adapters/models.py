@@ -321,14 +321,16 @@ def _create_hf(name: str, pretrained: bool, is_empty: bool, num_classes: int | N
     changes = {"num_labels": num_classes, "image_size": img_size}
     changes = {key: value for key, value in changes.items() if value is not None}
     if name in transformers.CONFIG_MAPPING:  # a model type such as "vit": its default configuration
-        config = _vision(transformers.AutoConfig.for_model(name, **changes))
-        base = Base("transformers", _hf_class(transformers, config), _hf_arguments(config))
-        return build(base, is_empty=is_empty)
+        config = transformers.AutoConfig.for_model(name, **changes)
+        return build(_hf_base(transformers, config), is_empty=is_empty)
+    is_local = Path(name).is_dir()
     with guarded_directory(name), few_modules():
-        config = _vision(_hf_config(transformers, name, changes))
-        base = Base("transformers", _hf_class(transformers, config), _hf_arguments(config))
+        if is_local:
+            require_own_weights(Path(name))
+            _require_few_labels(Path(name) / "config.json")
+        base = _hf_base(transformers, _hf_config(transformers, name, changes))
         require_allowed(base)
-        if pretrained or Path(name).is_dir():
+        if pretrained or is_local:
             return _load_hf(transformers, name, base, num_classes, img_size)
         return build(base, is_empty=is_empty)
 
@@ -339,8 +341,6 @@ def _load_hf(transformers: Any, name: str, base: Base, num_classes: int | None, 
     given = {"num_classes": num_classes, "img_size": img_size}
     sizes = ", ".join(f"{key}={value}" for key, value in given.items() if value is not None)
     try:
-        if Path(name).is_dir():
-            require_own_weights(Path(name))
         with silent(transformers):
             config = model_class.config_class.from_dict(base.arguments)
             model: nn.Module = model_class.from_pretrained(name, config=config)
@@ -354,8 +354,6 @@ def _load_hf(transformers: Any, name: str, base: Base, num_classes: int | None, 
 
 
 def _hf_config(transformers: Any, name: str, changes: dict[str, Any]) -> Any:
-    if Path(name).is_dir():
-        _require_few_labels(Path(name) / "config.json")
     try:
         return transformers.AutoConfig.from_pretrained(name, trust_remote_code=False, **changes)
     except HetDPTError:
@@ -382,10 +380,11 @@ def _require_few_labels(file: Path) -> None:
             raise ModelError(f"{file} has num_labels={reprlib.repr(labels)}; a number up to {LARGEST} was expected")
 
 
-def _vision(config: Any) -> Any:
-    """Return the config of the vision tower, where a model has others (CLIP, SigLIP)."""
+def _hf_base(transformers: Any, config: Any) -> Base:
+    """Return how a model with ``config`` is built; where it has several parts (CLIP, SigLIP), its vision tower."""
     tower = getattr(config, "vision_config", None)
-    return tower if isinstance(tower, import_transformers().PreTrainedConfig) else config
+    config = tower if isinstance(tower, transformers.PreTrainedConfig) else config
+    return Base("transformers", _hf_class(transformers, config), _hf_arguments(config))
 
 
 def _hf_class(transformers: Any, config: Any) -> str:

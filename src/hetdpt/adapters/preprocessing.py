@@ -102,7 +102,7 @@ def preprocessing_of(model: nn.Module) -> Preprocessing:
     try:
         return _of_processor(processor, size)
     except (TypeError, ValueError, IndexError, AttributeError, ZeroDivisionError) as error:
-        raise ModelError(f"{type(processor).__name__} has settings of no use: {first_line(error)}") from None
+        raise ModelError(f"{type(processor).__name__} has settings that cannot be used: {first_line(error)}") from None
 
 
 def _of_timm(model: nn.Module, size: tuple[int, int, int]) -> Preprocessing:
@@ -131,7 +131,7 @@ def _of_processor(processor: Any, size: tuple[int, int, int]) -> Preprocessing:
     if processor.resample is None or (is_normalised and None in (processor.image_mean, processor.image_std)):
         raise ModelError(
             f"{type(processor).__name__} does not resize all images to one size, or normalises each by itself, which a "
-            "Preprocessing cannot say; from Python, pass the Preprocessing that you want"
+            "Preprocessing cannot represent; from Python, pass the Preprocessing that you want"
         )
     crop_mode, crop_pct = _crop(processor)
     return Preprocessing(

@@ -55,8 +55,8 @@ class Done:
 
 @dataclass(frozen=True, kw_only=True)
 class Workplace:
-    """How this process works; nothing else decides what comes out, but ``batch`` does where speed is measured, and
-    ``workers`` do where a stream of shards is trained on."""
+    """How this process works. Only two of these change the results: ``batch`` where speed is measured, and ``workers``
+    where a stream of shards is trained on."""
 
     device: str | None = None
     workers: int = 0

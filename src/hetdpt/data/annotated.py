@@ -57,7 +57,7 @@ class AnnotatedData:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What a run that was begun with this data is to be continued with wherever it lies, as plain JSON."""
+        """What a run that was begun with this data is to be continued with, wherever it is stored, as plain JSON."""
         splits = {"train": self.train, "val": self.val}
         known = {name: split.facts() for name, split in splits.items() if split is not None}
         return {"data": {"classes": list(self.classes), **known}}

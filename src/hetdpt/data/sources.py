@@ -54,7 +54,7 @@ class Data:
 
     @cached_property
     def identity(self) -> dict[str, Any]:
-        """What tells this data apart from other data wherever it lies, as plain JSON; no image is read."""
+        """What tells this data apart from other data, wherever it is stored, as plain JSON; no image is read."""
         images = [len(split) if split is not None else None for split in (self.train, self.val)]
         return {"classes": self.num_classes, "images": images, "names": _checksum(self)}
 
