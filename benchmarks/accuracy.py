@@ -24,18 +24,18 @@ from torch import nn
 
 import hetdpt
 from hetdpt.cli.options import read_numbers, read_samples
-from hetdpt.collection.work import Done as Sampled
-from hetdpt.collection.work import Workplace
-from hetdpt.demo import demo_config
+from hetdpt.core.plan import Budget
 from hetdpt.export.saved import open_model
-from hetdpt.plan import Budget
-from hetdpt.predictor.samples import CollectConfig
-from hetdpt.recipes import recipe
-from hetdpt.recovery import RecoverConfig
+from hetdpt.flow.collection.work import Done as Sampled
+from hetdpt.flow.collection.work import Workplace
+from hetdpt.flow.comparison.compare import CompareConfig, compare_into
+from hetdpt.flow.comparison.work import Cell, Chosen, Trained
+from hetdpt.flow.demo import demo_config
+from hetdpt.flow.recipes import recipe
 from hetdpt.selection.methods import METHODS
+from hetdpt.selection.predictor.samples import CollectConfig
 from hetdpt.selection.select import SelectConfig
-from hetdpt.studies.compare import CompareConfig, compare_into
-from hetdpt.studies.compare_work import Cell, Chosen, Trained
+from hetdpt.training.recover import RecoverConfig
 
 RUNS = Path("runs/bench")
 LEVELS = (8, 6, 4, 2)  # the largest first: those of the greedy methods begin with it

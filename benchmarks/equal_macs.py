@@ -20,9 +20,9 @@ from typing import Any
 import hetdpt
 from hetdpt.cli.options import read_numbers, read_settings
 from hetdpt.export.saved import open_model
+from hetdpt.flow.stages.events import Event
+from hetdpt.flow.stages.summary import Summary
 from hetdpt.measurement.machine import Machine
-from hetdpt.stages.events import Event
-from hetdpt.stages.summary import Summary
 
 WAYS: dict[str, dict[str, Any]] = {
     "depth": {},

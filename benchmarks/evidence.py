@@ -25,7 +25,7 @@ from typing import Any
 
 from filelock import lock_descriptor
 
-from hetdpt.files import written
+from hetdpt.store.atomic import written
 
 RESULTS = Path(__file__).parent / "results"
 SHARED = Path(__file__).parents[2] / "shared" / "data"

@@ -32,10 +32,10 @@ from hetdpt.adapters.anatomy import Survey, survey
 from hetdpt.adapters.branches import Reading
 from hetdpt.adapters.models import Base, build, input_size_of
 from hetdpt.adapters.trace import trace
-from hetdpt.errors import ModelError
+from hetdpt.core.errors import ModelError
 from hetdpt.export.saved import versions
 from hetdpt.measurement.agreement import outputs_of
-from hetdpt.surgery import record_of
+from hetdpt.surgery.remove import record_of
 
 Size = tuple[int, int, int]
 

@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 
 import hetdpt
-from hetdpt.data.shapes import draw
+from hetdpt.tasks.shapes import draw
 
 SIZES = {"img_size": 16, "patch_size": 4, "embed_dim": 32, "depth": 3, "num_heads": 2, "num_classes": 10}
 NOW = ("--checkpoint-minutes", "0")  # a checkpoint after every update

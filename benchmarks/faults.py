@@ -58,10 +58,10 @@ from fault_jobs import JOBS, World, make_world
 from PIL import Image
 
 import hetdpt
-from hetdpt.claims import PATIENCE
 from hetdpt.cli import main as command_line
-from hetdpt.errors import HetDPTError
-from hetdpt.files import read_sealed_json, sha256, write_sealed_json
+from hetdpt.core.errors import HetDPTError
+from hetdpt.store.atomic import read_sealed_json, sha256, write_sealed_json
+from hetdpt.store.queue import PATIENCE
 
 SECONDS = 180  # after which a command hangs
 HANGS = -1000

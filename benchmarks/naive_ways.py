@@ -25,16 +25,16 @@ from torchvision.datasets import ImageFolder
 import hetdpt
 from hetdpt.adapters.models import input_size_of
 from hetdpt.adapters.preprocessing import preprocessing_of
-from hetdpt.calibration import FLOOR, FOLDS, fit_sites
+from hetdpt.core.fold import Moments, exact, fit_linear
+from hetdpt.core.modules import clone
+from hetdpt.core.plan import Plan, Site
 from hetdpt.data.augmentation import Augmentation, evaluation_transform
-from hetdpt.entropy import Spread
-from hetdpt.fold import Moments, exact, fit_linear
 from hetdpt.measurement.speed import Rounds, _interleave, _ratio
-from hetdpt.modules import clone
-from hetdpt.plan import Plan, Site
-from hetdpt.recovery import RecoverConfig
-from hetdpt.surgery import ready
+from hetdpt.selection.entropy import Spread
+from hetdpt.surgery.calibrate import FLOOR, FOLDS, fit_sites
+from hetdpt.surgery.remove import ready
 from hetdpt.training.config import TrainConfig
+from hetdpt.training.recover import RecoverConfig
 from hetdpt.training.trainer import Progress, Trainer
 
 CPU = torch.device("cpu")

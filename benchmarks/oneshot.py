@@ -28,18 +28,18 @@ from torch import Tensor, nn
 
 import hetdpt
 from hetdpt.adapters.preprocessing import preprocessing_of
-from hetdpt.calibration import calibrate_, fit_sites, replaced
+from hetdpt.core.fold import Moments, fit_linear, new_layer
+from hetdpt.core.modules import clone
+from hetdpt.core.plan import FITTED_STYLES, Plan
 from hetdpt.data.batches import EvaluationBatches
 from hetdpt.data.sources import open_data
 from hetdpt.data.unlabelled import ImageBatches
 from hetdpt.export.saved import versions
-from hetdpt.fold import Moments, fit_linear, new_layer
 from hetdpt.measurement.agreement import measure_damage
-from hetdpt.modules import clone
-from hetdpt.plan import FITTED_STYLES, Plan
 from hetdpt.selection.damage import choose
-from hetdpt.surgery import merge_, ready, without
-from hetdpt.variants import MEMORY, Probe, Scan
+from hetdpt.surgery.calibrate import calibrate_, fit_sites, replaced
+from hetdpt.surgery.prefix_cache import MEMORY, Probe, Scan
+from hetdpt.surgery.remove import merge_, ready, without
 
 DATA = Path(__file__).parents[2] / "shared" / "data"
 MODEL, SIZE = "vit_tiny_patch16_224", (3, 224, 224)

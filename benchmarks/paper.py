@@ -41,9 +41,9 @@ from timm.models.vision_transformer import Attention
 from torch import nn
 from torch_pruning.utils import op_counter
 
+from hetdpt.core.plan import Plan
 from hetdpt.measurement.costs import Costs
 from hetdpt.measurement.speed import Rounds, _interleave, _ratio
-from hetdpt.plan import Plan
 
 GROUPS = ("DeiT-S", "DeiT-B", "DeiT-B-KD", "Swin-S", "Swin-B", "DINOv2-giant")
 QUICK_GROUPS = ("DeiT-S", "DINOv2-giant")

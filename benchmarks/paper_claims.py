@@ -18,7 +18,7 @@ from paper_printed import REFERENCE, printed, reference, rows_of, said
 from paper_swin import choices
 
 import hetdpt
-from hetdpt.predictor.polynomial import Predictor
+from hetdpt.selection.predictor.polynomial import Predictor
 
 COUNTERS = {"macs": "products_counted", "macs_without_products": "products_left_out"}
 TORCH_PRUNING = {"torch_pruning_macs": "class_known", "torch_pruning_macs_without_products": "class_unknown"}

@@ -17,10 +17,10 @@ from paper_swin import even_choice, plan_of_counts
 from torch import nn
 
 import hetdpt
-from hetdpt.combine.choice import Ratios
-from hetdpt.combine.width import WidthConfig, narrow_, narrow_to
+from hetdpt.core.plan import Plan
 from hetdpt.measurement.costs import Costs
-from hetdpt.plan import Plan
+from hetdpt.reduce.width.choice import Ratios
+from hetdpt.reduce.width.narrow import WidthConfig, narrow_, narrow_to
 
 GIANT = "vit_giant_patch14_dinov2"
 NOTHING = Plan()

@@ -12,8 +12,8 @@ from functools import cache
 import numpy as np
 
 import hetdpt
+from hetdpt.core.plan import Plan
 from hetdpt.measurement.costs import Costs
-from hetdpt.plan import Plan
 
 DEPTHS = (2, 2, 18, 2)  # blocks of each stage, of Swin-S and Swin-B alike
 STARTS = (0, 2, 4, 22)

@@ -35,16 +35,16 @@ from torch.nn import functional as F
 
 import hetdpt
 from hetdpt.adapters.preprocessing import preprocessing_of
-from hetdpt.calibration import calibrate_
-from hetdpt.claims import Claim, work
+from hetdpt.core.modules import clone
 from hetdpt.data.labelled import LabelledBatches
 from hetdpt.data.sources import open_data
+from hetdpt.flow.recipes import recipe
 from hetdpt.measurement.agreement import measure_damage
 from hetdpt.measurement.intervals import wilson_interval
-from hetdpt.modules import clone
-from hetdpt.recipes import recipe
 from hetdpt.selection.damage import choose
-from hetdpt.surgery import merge_, ready, without
+from hetdpt.store.queue import Claim, work
+from hetdpt.surgery.calibrate import calibrate_
+from hetdpt.surgery.remove import merge_, ready, without
 
 WORK = Path("runs/bench/peers")
 PARTS = ("one-shot", "recover", "speed")

@@ -24,7 +24,7 @@ import numpy as np
 import hetdpt
 from hetdpt import Budget, Predictor, Sample
 from hetdpt.export.saved import versions
-from hetdpt.predictor import polynomial
+from hetdpt.selection.predictor import polynomial
 
 REFERENCE = Path(__file__).parent / "reference" / "reference.json"
 BLOCKS, LAYERS, SEED = 12, 8, 0

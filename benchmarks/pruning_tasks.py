@@ -27,26 +27,26 @@ from torch import Tensor, nn
 import hetdpt
 from hetdpt.adapters.models import Base, build, input_size_of
 from hetdpt.adapters.preprocessing import preprocessing_of
-from hetdpt.calibration import calibrate_, gate_fitted_
+from hetdpt.core.plan import Budget, Plan
+from hetdpt.core.randomness import seeded
 from hetdpt.data.batches import EvaluationBatches, TrainingBatches
 from hetdpt.data.sources import Data, Source, open_data
 from hetdpt.data.subset import Subset
 from hetdpt.data.unlabelled import ImageBatches
+from hetdpt.flow.recipes import quick
 from hetdpt.measurement.accuracy import measure_accuracy
-from hetdpt.plan import Budget, Plan
-from hetdpt.predictor.samples import prune_next
-from hetdpt.randomness import seeded
-from hetdpt.recipes import quick
-from hetdpt.recovery import RecoverConfig
 from hetdpt.selection.damage import choose, damage_of_each
 from hetdpt.selection.importance import Search
+from hetdpt.selection.predictor.samples import prune_next
 from hetdpt.selection.schedule import removal_order
-from hetdpt.surgery import survey_of
+from hetdpt.surgery.calibrate import calibrate_, gate_fitted_
+from hetdpt.surgery.remove import survey_of
 from hetdpt.training.objective import Objective
 from hetdpt.training.processes import start
+from hetdpt.training.recover import RecoverConfig
 from hetdpt.training.trainer import Trainer
 
-PRELOADED = ["hetdpt.pipeline"]  # it imports all that a task needs
+PRELOADED = ["hetdpt.flow.pipeline"]  # it imports all that a task needs
 FEW = 8  # images on which the other sides of gates are fitted where that is not what is measured
 Call = Callable[[], object]
 Numbers = dict[str, float]

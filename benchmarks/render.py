@@ -21,9 +21,9 @@ from evidence import RESULTS, Results, Row
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from paper_printed import printed, said
 
+from hetdpt.flow.comparison.rows import RIGHT, difference_of
 from hetdpt.measurement.intervals import wilson_interval
 from hetdpt.selection.methods import METHODS
-from hetdpt.studies.comparison import RIGHT, difference_of
 
 HERE = Path(__file__).parent
 TEMPLATES, DOCS, REFERENCE = HERE / "templates", HERE.parent / "docs", HERE / "reference"

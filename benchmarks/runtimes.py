@@ -40,11 +40,11 @@ from torch import Tensor, nn
 from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from hetdpt.core.modules import random_images
+from hetdpt.core.plan import Plan
+from hetdpt.core.published import published_plan
 from hetdpt.measurement.costs import Costs
 from hetdpt.measurement.speed import Ratio, Rounds, _interleave, _ratio
-from hetdpt.modules import random_images
-from hetdpt.plan import Plan
-from hetdpt.published import published_plan
 
 Run = Callable[[Tensor], Tensor]
 """Images (B, C, H, W) to logits (B, classes)."""

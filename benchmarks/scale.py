@@ -22,10 +22,10 @@ from evidence import RESULTS, Recorder
 from pruning_tasks import Numbers, apart, peak, settled_peak
 
 import hetdpt
+from hetdpt.core.plan import Plan
+from hetdpt.core.randomness import seeded
 from hetdpt.export.saved import open_model
 from hetdpt.measurement.costs import Costs
-from hetdpt.plan import Plan
-from hetdpt.randomness import seeded
 
 ATTENTION, ACTIVATION = tuple(range(0, 40, 5)), tuple(range(2, 37, 5))
 PLAIN = "vit_giant_patch14_224"

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from hetdpt.adapters.models import Base, build
-from hetdpt.plan import Plan, Site
+from hetdpt.core.plan import Plan, Site
 
 
 @dataclass(frozen=True)

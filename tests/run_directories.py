@@ -11,12 +11,12 @@ from typing import Any
 
 import yaml
 
-from hetdpt.plan import KINDS, Budget
-from hetdpt.predictor.allocate import allocate, frontier, surface
-from hetdpt.predictor.polynomial import fit_predictor
-from hetdpt.predictor.prices import Price, Prices
+from hetdpt.core.plan import KINDS, Budget
+from hetdpt.measurement.prices import Price, Prices
 from hetdpt.report.frontier import summary, values_of
-from hetdpt.runs.stages import CONFIG, FLOW, STAGES, SUMMARY, StageRecord, stage_directory
+from hetdpt.selection.predictor.allocate import allocate, frontier, surface
+from hetdpt.selection.predictor.polynomial import fit_predictor
+from hetdpt.store.stage_directory import CONFIG, FLOW, STAGES, SUMMARY, StageRecord, stage_directory
 
 BLOCKS = 12
 PLAN: dict[str, Any] = {"attention": [2, 5, 9], "activation": [1, 4, 6, 7, 10], "removal": "calibrated"}

@@ -17,10 +17,10 @@ from torch.nn import functional as F
 
 import hetdpt
 from hetdpt.adapters.preprocessing import preprocessing_of
+from hetdpt.core.errors import DataError
 from hetdpt.data.batches import EvaluationBatches
 from hetdpt.data.sources import Data, open_data
 from hetdpt.data.subset import Subset
-from hetdpt.errors import DataError
 from hetdpt.measurement.accuracy import Scores, evaluate, measure_accuracy
 from hetdpt.measurement.intervals import wilson_interval
 

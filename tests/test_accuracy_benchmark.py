@@ -10,8 +10,8 @@ import pytest
 from accuracy import Case
 from evidence import Recorder, Results
 
-from hetdpt.demo import demo_config
 from hetdpt.export.saved import open_model
+from hetdpt.flow.demo import demo_config
 
 
 def small() -> Case:

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 import hetdpt
 from hetdpt.adapters.anatomy import survey
-from hetdpt.errors import ModelError, PlanError
-from hetdpt.files import read_sealed_json, write_sealed_json
+from hetdpt.core.errors import ModelError, PlanError
+from hetdpt.store.atomic import read_sealed_json, write_sealed_json
 
 
 class Toy(nn.Module):

@@ -17,14 +17,14 @@ import hetdpt.export.hub  # registers the entry point of timm
 from hetdpt.adapters.features import answers_with_maps, feature_maps
 from hetdpt.adapters.models import Base, base_of, input_size_of
 from hetdpt.adapters.preprocessing import preprocessing_of
-from hetdpt.calibration import calibrate_
-from hetdpt.downstream.backbone import Backbone
-from hetdpt.downstream.pyramid import ChannelNorm, SimplePyramid
-from hetdpt.errors import DataError, ModelError
+from hetdpt.core.errors import DataError, ModelError
+from hetdpt.core.plan import Plan
 from hetdpt.export.features import as_features
 from hetdpt.measurement.costs import count_macs
-from hetdpt.plan import Plan
-from hetdpt.surgery import record_of, resize_
+from hetdpt.surgery.calibrate import calibrate_
+from hetdpt.surgery.remove import record_of, resize_
+from hetdpt.tasks.backbone import Backbone
+from hetdpt.tasks.pyramid import ChannelNorm, SimplePyramid
 
 ROUNDING = 2e-6  # of the largest value: float32 rounding of one merged matrix, through three blocks
 SWIN = named("swin_tiny_patch4_window7_224")

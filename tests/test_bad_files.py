@@ -26,15 +26,15 @@ from safetensors.torch import save_file
 
 import hetdpt
 from hetdpt.cli import main
-from hetdpt.collection.collect import read_run
-from hetdpt.config import RunConfig
-from hetdpt.data.boxes import open_boxes
+from hetdpt.core.errors import HetDPTError
 from hetdpt.data.sources import open_data
-from hetdpt.errors import HetDPTError
-from hetdpt.predictor.prices import Prices
-from hetdpt.runs.stages import read_flow
-from hetdpt.stages.summary import Summary
-from hetdpt.studies.comparison import Comparison
+from hetdpt.flow.collection.collect import read_run
+from hetdpt.flow.comparison.rows import Comparison
+from hetdpt.flow.config import RunConfig
+from hetdpt.flow.stages.summary import Summary
+from hetdpt.measurement.prices import Prices
+from hetdpt.store.stage_directory import read_flow
+from hetdpt.tasks.boxes import open_boxes
 
 EXAMPLES = settings(
     max_examples=int(os.environ.get("HETDPT_EXAMPLES", "25")),  # benchmarks/bad_input.py asks for more

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from hetdpt.errors import TrainError
+from hetdpt.core.errors import TrainError
 from hetdpt.training import bfloat16
 from hetdpt.training.processes import start
 

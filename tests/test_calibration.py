@@ -14,13 +14,13 @@ from families import FAMILIES, KINDS, Family, by_label, named
 from torch import Tensor, nn
 
 import hetdpt
-from hetdpt.calibration import calibrate_, fit_sites, gate_fitted_, replaced
-from hetdpt.errors import DataError, ModelError, PlanError
-from hetdpt.fold import Means, Moments, fit_linear, fit_mean
-from hetdpt.gates import Constant, Mapped
+from hetdpt.core.errors import DataError, ModelError, PlanError
+from hetdpt.core.fold import Means, Moments, fit_linear, fit_mean
+from hetdpt.core.gates import Constant, Mapped
+from hetdpt.core.plan import Plan
 from hetdpt.measurement.agreement import outputs_of
-from hetdpt.plan import Plan
-from hetdpt.surgery import gates_by_site, known, place_, place_of, ready, record_of
+from hetdpt.surgery.calibrate import calibrate_, fit_sites, gate_fitted_, replaced
+from hetdpt.surgery.remove import gates_by_site, known, place_, place_of, ready, record_of
 
 ROUNDING = 2e-5  # of the largest output, as in the contract suite
 SCALED = 0.1  # of the largest output: before LayerScale channels weigh otherwise in the fit
@@ -54,7 +54,7 @@ def planted(vit: Family) -> nn.Module:
 
 class TestLeastSquares:
     def test_streaming_is_batch(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("hetdpt.fold.RIDGES", (1e-10,))  # the smallest ones fit alike, and rounding would pick one
+        monkeypatch.setattr("hetdpt.core.fold.RIDGES", (1e-10,))  # the smallest ones fit alike; rounding would pick one
         generator = torch.Generator().manual_seed(0)
         x = 3 + torch.randn(999, 12, generator=generator, dtype=torch.float64)
         y = torch.randn(999, 7, generator=generator, dtype=torch.float64) + x[:, :7]
@@ -297,7 +297,7 @@ class TestOrder:
 
         whole = fit_sites(base, asked, Counted(batches))
         once = len(passes)
-        monkeypatch.setattr("hetdpt.calibration.SUMS", 2 * 8 * 4 * 2 * 48**2)  # two layers of six
+        monkeypatch.setattr("hetdpt.surgery.calibrate.SUMS", 2 * 8 * 4 * 2 * 48**2)  # two layers of six
         parts = fit_sites(base, asked, Counted(batches))
         assert len(passes) - once > once
         assert whole.keys() == parts.keys()
@@ -622,7 +622,7 @@ def test_places_without_values_are_plain(vit: Family) -> None:
 MEMORY = """
 import resource, sys, torch
 import hetdpt, timm
-from hetdpt.calibration import calibrate_
+from hetdpt.surgery.calibrate import calibrate_
 model = timm.create_model("vit_tiny_patch16_224", img_size=64, depth=2, num_classes=10)
 generator = torch.Generator().manual_seed(0)
 class Batches:

@@ -17,9 +17,9 @@ from typing import Any
 
 import pytest
 
-from hetdpt import claims
-from hetdpt.claims import KEPT, PATIENCE, Claim, holder
-from hetdpt.errors import FileError
+from hetdpt.core.errors import FileError
+from hetdpt.store import queue as claims
+from hetdpt.store.queue import KEPT, PATIENCE, Claim, holder
 
 ELSEWHERE = "elsewhere/another-boot"
 
@@ -27,9 +27,9 @@ ELSEWHERE = "elsewhere/another-boot"
 PRELUDE = """
 import fcntl, os, random, signal, sys, time
 from pathlib import Path
-from hetdpt import claims
-from hetdpt.claims import Claim
-from hetdpt.errors import FileError
+from hetdpt.store import queue as claims
+from hetdpt.store.queue import Claim
+from hetdpt.core.errors import FileError
 directory, host, *arguments = Path(sys.argv[1]), *sys.argv[2:]
 if host:
     claims._host = lambda: host

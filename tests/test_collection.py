@@ -23,21 +23,21 @@ from torch import nn
 
 import hetdpt
 from hetdpt.adapters.preprocessing import preprocessing_of
-from hetdpt.collection import work
-from hetdpt.collection.collect import collect_into, read_run, recheck_into
-from hetdpt.collection.work import Done, Workplace
+from hetdpt.core.errors import FileError, PredictError
+from hetdpt.core.plan import Budget, Plan
 from hetdpt.data.sources import open_data
 from hetdpt.data.unlabelled import ImageBatches
-from hetdpt.errors import FileError, PredictError
-from hetdpt.files import kept_json
+from hetdpt.flow.collection import work
+from hetdpt.flow.collection.collect import collect_into, read_run, recheck_into
+from hetdpt.flow.collection.work import Done, Workplace
+from hetdpt.flow.recipes import quick
 from hetdpt.measurement.agreement import relative_difference
-from hetdpt.plan import Budget, Plan
-from hetdpt.predictor.prices import Prices
-from hetdpt.predictor.samples import CollectConfig, Step, fine_tune, prune_next
-from hetdpt.recipes import quick
-from hetdpt.recovery import RecoverConfig
-from hetdpt.runs.run import share
-from hetdpt.surgery import known
+from hetdpt.measurement.prices import Prices
+from hetdpt.selection.predictor.samples import CollectConfig, Step, fine_tune, prune_next
+from hetdpt.store.atomic import kept_json
+from hetdpt.store.run_directory import share
+from hetdpt.surgery.remove import known
+from hetdpt.training.recover import RecoverConfig
 
 run = test_cli.run  # the fixture
 BRIEF = {"training.epochs": 1, "training.batch_size": 8, "training.lr": 5e-4, "per_class": 4}

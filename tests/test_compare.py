@@ -25,25 +25,25 @@ from torch import nn
 
 import hetdpt
 from hetdpt.adapters.preprocessing import preprocessing_of
-from hetdpt.collection.work import Done as Sampled
-from hetdpt.collection.work import Workplace
+from hetdpt.core.errors import DataError, FileError, PlanError, PredictError
+from hetdpt.core.plan import Budget, Sample
 from hetdpt.data.held_out import hold_out
 from hetdpt.data.sources import Data, open_data
 from hetdpt.data.subset import subset
 from hetdpt.data.unlabelled import ImageBatches
-from hetdpt.errors import DataError, FileError, PlanError, PredictError
+from hetdpt.flow.collection.work import Done as Sampled
+from hetdpt.flow.collection.work import Workplace
+from hetdpt.flow.comparison import work as compare_work
+from hetdpt.flow.comparison.compare import GIVEN, CompareConfig, compare_into
+from hetdpt.flow.comparison.rows import Comparison, Difference, difference_of
+from hetdpt.flow.comparison.work import Cell, Chosen, Done, Timed, Trained, plan_key
+from hetdpt.flow.recipes import quick, recipe
 from hetdpt.measurement.costs import Costs
-from hetdpt.plan import Budget, Sample
-from hetdpt.predictor.samples import CollectConfig
-from hetdpt.recipes import quick, recipe
 from hetdpt.report.comparison import COLUMNS, draw, write_csv
 from hetdpt.selection.methods import METHODS
+from hetdpt.selection.predictor.samples import CollectConfig
 from hetdpt.selection.select import SelectConfig
-from hetdpt.studies import compare_work
-from hetdpt.studies.compare import GIVEN, CompareConfig, compare_into
-from hetdpt.studies.compare_work import Cell, Chosen, Done, Timed, Trained, plan_key
-from hetdpt.studies.comparison import Comparison, Difference, difference_of
-from hetdpt.surgery import place_
+from hetdpt.surgery.remove import place_
 
 run = test_cli.run  # the fixture
 BRIEF = {"training.epochs": 1, "training.batch_size": 8, "per_class": 4}

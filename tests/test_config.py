@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hetdpt
-from hetdpt.combine.width import WidthConfig
-from hetdpt.config import RunConfig
-from hetdpt.errors import FileError, HetDPTError, PlanError, PredictError, TrainError
-from hetdpt.plan import REMOVALS
-from hetdpt.predictor.prices import Price
-from hetdpt.recipes import RECIPES, quick, recipe
+from hetdpt.core.errors import FileError, HetDPTError, PlanError, PredictError, TrainError
+from hetdpt.core.plan import REMOVALS
+from hetdpt.flow.config import RunConfig
+from hetdpt.flow.recipes import RECIPES, quick, recipe
+from hetdpt.measurement.prices import Price
+from hetdpt.reduce.width.narrow import WidthConfig
 from hetdpt.selection.methods import METHODS
 
 REQUIRED: dict[str, Any] = {"model": "demo", "data": "demo", "out": Path("runs/one")}

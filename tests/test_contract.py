@@ -12,10 +12,10 @@ from families import ENCODERS, FAMILIES, HF, SMALL, TIMM, TORCHVISION, Family, b
 from torch import Tensor, nn
 
 import hetdpt
-from hetdpt.calibration import gate_fitted_
-from hetdpt.errors import ModelError
+from hetdpt.core.errors import ModelError
 from hetdpt.measurement.agreement import outputs_of
-from hetdpt.surgery import drop_paths, survey_of
+from hetdpt.surgery.calibrate import gate_fitted_
+from hetdpt.surgery.remove import drop_paths, survey_of
 
 ROUNDING = 2e-5  # of the largest output: float32 rounding of one merged matrix, through the batch norms of hybrids too
 

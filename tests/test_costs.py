@@ -11,8 +11,8 @@ import torch
 from families import named
 
 import hetdpt
+from hetdpt.core.plan import Plan
 from hetdpt.measurement.costs import Costs
-from hetdpt.plan import Plan
 
 REFERENCE = json.loads((Path(__file__).parent.parent / "benchmarks/reference/reference.json").read_text())
 

@@ -24,6 +24,8 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from hetdpt.adapters.preprocessing import Preprocessing
+from hetdpt.core.errors import DataError
+from hetdpt.core.randomness import seeded
 from hetdpt.data.augmentation import Augmentation, evaluation_transform, training_transform
 from hetdpt.data.batches import Batch, EvaluationBatches, Share, TrainingBatches
 from hetdpt.data.fit import check_classes
@@ -32,8 +34,6 @@ from hetdpt.data.sources import Source, open_data
 from hetdpt.data.streams import Stream
 from hetdpt.data.subset import balanced_order, subset
 from hetdpt.data.views import in_mode
-from hetdpt.errors import DataError
-from hetdpt.randomness import seeded
 
 HALF = (0.5, 0.5, 0.5)
 WANTED = Preprocessing(input_size=(3, 16, 16), mean=HALF, std=HALF, crop_pct=0.9)

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import hetdpt
-from hetdpt.demo import demo_config, demo_training, train_model
-from hetdpt.errors import ModelError
+from hetdpt.core.errors import ModelError
 from hetdpt.export.saved import DEMO, DEMO_DIRECTORY, WEIGHTS, open_model
+from hetdpt.flow.demo import demo_config, demo_training, train_model
 from hetdpt.selection.methods import METHODS
 
 MOST_BYTES, LEAST_ACCURACY = 3_000_000, 95.0

@@ -14,17 +14,17 @@ from PIL import Image
 from torch import Tensor
 
 from hetdpt.adapters.preprocessing import Preprocessing
+from hetdpt.core.errors import DataError, ModelError
+from hetdpt.core.randomness import seeded
 from hetdpt.data.annotated import AnnotatedBatch, AnnotatedEvaluation, AnnotatedTraining, Target
 from hetdpt.data.batch import Share
-from hetdpt.data.box_views import BoxView, Objects
-from hetdpt.data.boxes import CocoBoxes, open_boxes
 from hetdpt.downstream import detector as detector_module
-from hetdpt.downstream.average_precision import DetectionScores, Found, average_precision, measure_detection
-from hetdpt.downstream.backbone import Backbone
-from hetdpt.downstream.detector import Detector, DetectorConfig, detect, look_forward_twice
-from hetdpt.downstream.hybrid import Answer, MatchedLoss, Weights, repeated
-from hetdpt.errors import DataError, ModelError
-from hetdpt.randomness import seeded
+from hetdpt.tasks.average_precision import DetectionScores, Found, average_precision, measure_detection
+from hetdpt.tasks.backbone import Backbone
+from hetdpt.tasks.box_views import BoxView, Objects
+from hetdpt.tasks.boxes import CocoBoxes, open_boxes
+from hetdpt.tasks.detector import Detector, DetectorConfig, detect, look_forward_twice
+from hetdpt.tasks.hybrid import Answer, MatchedLoss, Weights, repeated
 
 HALF = (0.5, 0.5, 0.5)
 PLAIN = Preprocessing(input_size=(3, 32, 32), mean=HALF, std=HALF, interpolation="bilinear")

@@ -12,9 +12,9 @@ from test_detection import CLASSES, SMALL, corners, make
 from torch import Tensor
 
 from hetdpt.data.annotated import AnnotatedBatch
-from hetdpt.downstream.backbone import Backbone
-from hetdpt.downstream.detector import Detector, _anchors, _layout, _places, detect
-from hetdpt.downstream.hybrid import Answer, MatchedLoss, Weights, objects_per_process
+from hetdpt.tasks.backbone import Backbone
+from hetdpt.tasks.detector import Detector, _anchors, _layout, _places, detect
+from hetdpt.tasks.hybrid import Answer, MatchedLoss, Weights, objects_per_process
 
 VALID = torch.tensor([[0.5, 1.0], [0.75, 0.25]])
 """Heights and widths of two images, as parts of the canvas."""

@@ -28,7 +28,7 @@ from naive_ways import (
 from pruning_tasks import TASKS, Noise, Setting, apart, measure, spread_plan, stretched
 
 import hetdpt
-from hetdpt.plan import Site
+from hetdpt.core.plan import Site
 
 TINY = {"depth": 4, "embed_dim": 48, "num_heads": 3, "img_size": 32, "patch_size": 8}
 SCALE = Scale(model=TINY, batch=4, updates=2, epoch=80, large=VIT_TINY, large_arguments=TINY, plan=None, large_batch=4)

@@ -12,13 +12,13 @@ from families import FAMILIES, KINDS, Family, named, sparing
 from torch import Tensor, nn
 
 import hetdpt
-from hetdpt.entropy import Spread, greedy_order, transfer_entropy
-from hetdpt.errors import DataError, ModelError, PlanError
+from hetdpt.core.errors import DataError, ModelError, PlanError
+from hetdpt.core.modules import clone
+from hetdpt.core.plan import Plan, Site
 from hetdpt.measurement.agreement import outputs_of
-from hetdpt.modules import clone
-from hetdpt.plan import Plan, Site
-from hetdpt.surgery import record_of
-from hetdpt.variants import MEMORY, Probe, Scan
+from hetdpt.selection.entropy import Spread, greedy_order, transfer_entropy
+from hetdpt.surgery.prefix_cache import MEMORY, Probe, Scan
+from hetdpt.surgery.remove import record_of
 
 SAME = 1e-9  # relative; the same operations run, so only the order of the float64 sums may differ
 

@@ -15,21 +15,21 @@ from run_directories import USUAL
 from torch import nn
 
 import hetdpt
-from hetdpt.collection.collect import collect_into
-from hetdpt.collection.work import Workplace
-from hetdpt.config import RunConfig
+from hetdpt.core.errors import DataError, PlanError, PredictError
+from hetdpt.core.modules import digest
+from hetdpt.core.plan import Budget
 from hetdpt.data.held_out import hold_out
 from hetdpt.data.sources import open_data
-from hetdpt.errors import DataError, PlanError, PredictError
-from hetdpt.modules import digest
-from hetdpt.pipeline import run
-from hetdpt.plan import Budget
-from hetdpt.recipes import quick
-from hetdpt.runs.stages import WORK, stage_directory
+from hetdpt.flow.collection.collect import collect_into
+from hetdpt.flow.collection.work import Workplace
+from hetdpt.flow.config import RunConfig
+from hetdpt.flow.pipeline import run
+from hetdpt.flow.recipes import quick
+from hetdpt.flow.stages import trial
+from hetdpt.flow.stages.estimate import Estimate, StageEstimate, estimate
 from hetdpt.selection.select import select
-from hetdpt.stages import trial
-from hetdpt.stages.estimate import Estimate, StageEstimate, estimate
-from hetdpt.surgery import gates_of
+from hetdpt.store.stage_directory import WORK, stage_directory
+from hetdpt.surgery.remove import gates_of
 
 BRIEF = {"training.batch_size": 8, "per_class": 4, "training.lr": 5e-4}
 DATA = open_data("demo")

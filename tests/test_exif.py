@@ -15,14 +15,14 @@ from PIL import Image
 from test_data import WANTED, listed, offline, stream, unclosed  # noqa: F401 - a fixture
 from torchvision.datasets.folder import default_loader
 
+from hetdpt.core.errors import DataError
 from hetdpt.data.augmentation import evaluation_transform
-from hetdpt.data.boxes import open_boxes
 from hetdpt.data.listed import decode_file
-from hetdpt.data.masks import open_masks
 from hetdpt.data.pictures import prepared
 from hetdpt.data.sources import open_data
 from hetdpt.data.unlabelled import open_images
-from hetdpt.errors import DataError
+from hetdpt.tasks.boxes import open_boxes
+from hetdpt.tasks.masks import open_masks
 
 ORIENTATION, TURNED = 0x0112, 6  # by 90 degrees
 

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetdpt.errors import FileError
-from hetdpt.files import new_directory, read_sealed_json, require_new, sha256, write_sealed_json
+from hetdpt.core.errors import FileError
+from hetdpt.store.atomic import new_directory, read_sealed_json, require_new, sha256, write_sealed_json
 
 VALUES = {"format": 1, "plan": {"attention": [1, 10]}, "name": "ViT ±"}
 ALTERED = "was altered or damaged since it was saved; save the model again"

@@ -13,11 +13,11 @@ import test_training_cli
 import torch
 
 import hetdpt
-from hetdpt import pipeline
-from hetdpt.config import RunConfig, _leaves
-from hetdpt.errors import HetDPTError
-from hetdpt.predictor.prices import Price
-from hetdpt.stages.task import DATA, MODEL, SAMPLES, Result, Stage, Task
+from hetdpt.core.errors import HetDPTError
+from hetdpt.flow import pipeline
+from hetdpt.flow.config import RunConfig, _leaves
+from hetdpt.flow.stages.task import DATA, MODEL, SAMPLES, Result, Stage, Task
+from hetdpt.measurement.prices import Price
 
 GIVEN = {
     **dict.fromkeys(("model", "weights", "pretrained", "num_classes", "img_size"), MODEL),
@@ -196,7 +196,7 @@ def test_a_setting_that_a_stage_reads_is_one_it_is_known_by(
     )
     config = asked(home, flow)
     hetdpt.run(config)
-    monkeypatch.setattr("hetdpt.stages.task.find_device", lambda name: torch.device(name or "cpu"))
+    monkeypatch.setattr("hetdpt.flow.stages.task.find_device", lambda name: torch.device(name or "cpu"))
     faults = []
     for name in ANOTHER:
         top, two = name.partition(".")[0], pair(home, flow, name)

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from hetdpt.errors import FoldError
-from hetdpt.fold import fold_norm, fold_pair, is_cheaper_folded
+from hetdpt.core.errors import FoldError
+from hetdpt.core.fold import fold_norm, fold_pair, is_cheaper_folded
 
 EXACT = {"rtol": 1e-12, "atol": 1e-12}  # everything in float64
 

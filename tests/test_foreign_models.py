@@ -31,8 +31,8 @@ from hetdpt.adapters.allowed import LABELS, model_class, require_allowed, settin
 from hetdpt.adapters.guard import guarded
 from hetdpt.adapters.models import Base, base_of, create, rebuild
 from hetdpt.adapters.preprocessing import preprocessing_of
-from hetdpt.errors import FileError, HetDPTError, ModelError
-from hetdpt.files import read_sealed_json, sha256, write_sealed_json
+from hetdpt.core.errors import FileError, HetDPTError, ModelError
+from hetdpt.store.atomic import read_sealed_json, sha256, write_sealed_json
 
 CANARY = "canary.bin"
 """A pickle that leaves a file behind when it is loaded, and must not even be opened."""
@@ -172,7 +172,7 @@ import hetdpt
 import hetdpt.export.hub
 from hetdpt.adapters.huggingface import import_transformers
 from hetdpt.adapters.preprocessing import preprocessing_of
-from hetdpt.errors import HetDPTError
+from hetdpt.core.errors import HetDPTError
 
 import_transformers()
 sys.addaudithook(watch)

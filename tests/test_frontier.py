@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 from test_report import size_of
 
-from hetdpt.errors import FileError
-from hetdpt.plan import Budget
-from hetdpt.predictor.allocate import Allocation, Split, allocate, frontier
-from hetdpt.predictor.polynomial import Predictor, fit_predictor
-from hetdpt.predictor.prices import Price, Prices
+from hetdpt.core.errors import FileError
+from hetdpt.core.plan import Budget
+from hetdpt.measurement.prices import Price, Prices
 from hetdpt.report.frontier import CHOICE, COLUMNS, draw, summary, write_csv
+from hetdpt.selection.predictor.allocate import Allocation, Split, allocate, frontier
+from hetdpt.selection.predictor.polynomial import Predictor, fit_predictor
 
 REFERENCE = json.loads((Path(__file__).parents[1] / "benchmarks" / "reference" / "reference.json").read_text())
 ROWS = REFERENCE["map_listing_16"]["rows"]

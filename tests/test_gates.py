@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from hetdpt.gates import Behind, Gate, Mapped, Pass, Removed, StreamGelu, Zero
+from hetdpt.core.gates import Behind, Gate, Mapped, Pass, Removed, StreamGelu, Zero
 
 
 class Counting(nn.Module):

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 import hetdpt
-from hetdpt.errors import FileError, HetDPTError
+from hetdpt.core.errors import FileError, HetDPTError
 from hetdpt.export.hub import push_to_hub
 
 FILES = {"README.md", "config.json", "hetdpt.json", "model.safetensors"}
@@ -214,7 +214,7 @@ def test_timm_arguments_are_honoured_or_refused(tmp_path: Path) -> None:
     import timm
 
     import hetdpt.export.hub
-    from hetdpt.errors import ModelError
+    from hetdpt.core.errors import ModelError
 
     model = timm.create_model("test_vit").eval()
     directory = hetdpt.save(hetdpt.prune_(model, hetdpt.Plan((0,))), tmp_path / "saved")

@@ -20,19 +20,19 @@ from torch import Tensor, nn
 
 import hetdpt
 from hetdpt.adapters.preprocessing import preprocessing_of
-from hetdpt.calibration import gate_fitted_
+from hetdpt.core.errors import HetDPTError, PlanError
+from hetdpt.core.gates import Constant
+from hetdpt.core.plan import Budget, Plan, Site
 from hetdpt.data.sources import Data, open_data
 from hetdpt.data.unlabelled import ImageBatches
-from hetdpt.errors import HetDPTError, PlanError
-from hetdpt.gates import Constant
-from hetdpt.plan import Budget, Plan, Site
-from hetdpt.recovery import RecoverConfig, recover
 from hetdpt.selection.damage import choose, damage_of_each
 from hetdpt.selection.importance import Picked, Prior, Search
 from hetdpt.selection.schedule import due, removal_order, stage_ends
 from hetdpt.selection.select import SelectConfig, usual_search
-from hetdpt.surgery import gates_by_site
+from hetdpt.surgery.calibrate import gate_fitted_
+from hetdpt.surgery.remove import gates_by_site
 from hetdpt.training import trainer
+from hetdpt.training.recover import RecoverConfig, recover
 
 SMALL = {"per_class": 8, "training.batch_size": 8, "training.epochs": 1, "distillation.alpha": 1.0}
 
@@ -156,7 +156,7 @@ class TestScaledLoss:
                 self.accelerator.scaler = scaler
                 self.optimizer = AcceleratedOptimizer(self.optimizer.optimizer, device_placement=False, scaler=scaler)
 
-        monkeypatch.setattr("hetdpt.recovery.Trainer", Scaled)
+        monkeypatch.setattr("hetdpt.training.recover.Trainer", Scaled)
         return scaler
 
     @pytest.mark.parametrize("clip", [None, 1.0])

@@ -14,14 +14,14 @@ from torch.nn import functional as F
 
 import hetdpt
 from hetdpt.adapters.models import build
-from hetdpt.calibration import fit_sites, replaced
-from hetdpt.entropy import transfer_entropy
-from hetdpt.errors import DataError, ModelError
-from hetdpt.insight.scan import LIMIT, Row, ScanTable, Uninformed, scan
+from hetdpt.core.errors import DataError, ModelError
+from hetdpt.core.plan import Plan, Site
 from hetdpt.measurement.agreement import outputs_of
 from hetdpt.measurement.costs import Costs, count_macs
-from hetdpt.plan import Plan, Site
-from hetdpt.surgery import ready, without
+from hetdpt.selection.entropy import transfer_entropy
+from hetdpt.studies.scan import LIMIT, Row, ScanTable, Uninformed, scan
+from hetdpt.surgery.calibrate import fit_sites, replaced
+from hetdpt.surgery.remove import ready, without
 
 SAME = 1e-9  # relative; the same operations run, so only the order of the float64 sums may differ
 WRITERS = ("attn.proj", "mlp.fc2")

@@ -18,14 +18,14 @@ import pytest
 import hetdpt.cli.live
 from hetdpt.cli.live import live
 from hetdpt.cli.show import Pace
-from hetdpt.stages.events import Event
+from hetdpt.flow.stages.events import Event
 
 LONG = "sample [bold]2+1[/bold]: 96.10 % " + "and so on " * 6  # longer than the terminal is wide
 START = f"""
 import signal, sys, time
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell lets what it runs in the background ignore Ctrl-C
 from hetdpt.cli.live import live
-from hetdpt.stages.events import Event
+from hetdpt.flow.stages.events import Event
 def tell():
     watch(Event("", "begin", "analyse,collect,fit,report"))
     watch(Event("analyse", "skip"))

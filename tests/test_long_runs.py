@@ -20,7 +20,7 @@ from test_cli import SCRIPT
 
 import hetdpt
 from hetdpt.cli.stopping import RESUMABLE, Stopped, farewell, reason, stoppable
-from hetdpt.recipes import recipe
+from hetdpt.flow.recipes import recipe
 
 MEGABYTE = 2**20
 SMALL = {"training.epochs": 25, "training.batch_size": 8, "per_class": 32, "training.lr": 1e-4}  # 40 updates an epoch

@@ -17,9 +17,9 @@ from typer.testing import CliRunner
 
 import hetdpt
 from hetdpt.cli import app
+from hetdpt.core.errors import PlanError
+from hetdpt.core.plan import KINDS, Budget, Plan
 from hetdpt.data.sources import Data, open_data
-from hetdpt.errors import PlanError
-from hetdpt.plan import KINDS, Budget, Plan
 from hetdpt.selection.importance import Picked
 from hetdpt.selection.methods import Method
 from hetdpt.selection.select import SCORES, SelectConfig, kinds_of, usual_search
@@ -164,7 +164,7 @@ class TestCommand:
 
     def test_killed_search_goes_on(self, saved: str, tmp_path: Path, dense: nn.Module, data: Data) -> None:
         """A watcher that fails stands for a kill between two checkpoints; the states are on disk."""
-        from hetdpt.keeping import select_into
+        from hetdpt.flow.resumable import select_into
 
         class KilledError(Exception):
             pass

@@ -16,24 +16,24 @@ import test_training_cli
 from torch import nn
 
 import hetdpt
-from hetdpt.collection.collect import collect_into, recheck_into
-from hetdpt.config import RunConfig
+from hetdpt.core.errors import FileError, PredictError
+from hetdpt.core.plan import Budget, Plan
 from hetdpt.data.sources import Data, open_data
 from hetdpt.data.streams import Stream
-from hetdpt.downstream.run import learn_into
-from hetdpt.downstream.tasks import TASKS
-from hetdpt.errors import FileError, PredictError
-from hetdpt.keeping import recover_into, select_into
-from hetdpt.plan import Budget, Plan
-from hetdpt.predictor.samples import CollectConfig
-from hetdpt.recovery import RecoverConfig
-from hetdpt.runs.stages import read_stages
+from hetdpt.flow.collection.collect import collect_into, recheck_into
+from hetdpt.flow.comparison.compare import CompareConfig, compare_into
+from hetdpt.flow.config import RunConfig
+from hetdpt.flow.resumable import recover_into, select_into
+from hetdpt.flow.stages.events import Event
+from hetdpt.selection.predictor.samples import CollectConfig
 from hetdpt.selection.select import SelectConfig
-from hetdpt.stages.events import Event
-from hetdpt.studies.compare import CompareConfig, compare_into
+from hetdpt.store.stage_directory import read_stages
 from hetdpt.studies.observe import ObserveConfig, observe_into
 from hetdpt.studies.tokens import TokensConfig, tokens_into
 from hetdpt.studies.transfer import TransferConfig, transfer_into
+from hetdpt.tasks.run import learn_into
+from hetdpt.tasks.table import TASKS
+from hetdpt.training.recover import RecoverConfig
 
 PLAN = Plan(attention=(1,), activation=(2,), removal="calibrated")
 BRIEF = RecoverConfig().with_settings({"training.epochs": 2, "training.batch_size": 8, "augmentation.repeats": 1})

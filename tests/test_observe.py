@@ -27,14 +27,17 @@ from torch import Tensor, nn
 
 import hetdpt
 from hetdpt.adapters.preprocessing import preprocessing_of
-from hetdpt.claims import Claim
-from hetdpt.collection.work import Workplace
+from hetdpt.core.errors import DataError, FileError, PlanError, TrainError
+from hetdpt.core.plan import Plan, Site
 from hetdpt.data.batches import TrainingBatches
 from hetdpt.data.sources import open_data
 from hetdpt.data.subset import subset
 from hetdpt.data.unlabelled import ImageBatches
-from hetdpt.errors import DataError, FileError, PlanError, TrainError
-from hetdpt.insight.observe import (
+from hetdpt.flow.collection.work import Workplace
+from hetdpt.flow.recipes import brief
+from hetdpt.report.observation import COLUMNS, draw
+from hetdpt.store.queue import Claim
+from hetdpt.studies.heterogeneity import (
     Asymmetry,
     Disparity,
     Gradient,
@@ -42,11 +45,8 @@ from hetdpt.insight.observe import (
     accuracies_without,
     gradient_disparity,
 )
-from hetdpt.plan import Plan, Site
-from hetdpt.recipes import brief
-from hetdpt.recovery import RecoverConfig
-from hetdpt.report.observation import COLUMNS, draw
 from hetdpt.studies.observe import ObserveConfig, Observed, observe_into, read_results
+from hetdpt.training.recover import RecoverConfig
 
 run = test_cli.run  # the fixture
 DATA = open_data("demo")

@@ -22,15 +22,15 @@ from test_selection import time_table
 from torch import Tensor, nn
 
 import hetdpt
-from hetdpt import oneshot
-from hetdpt.calibration import calibrate_
-from hetdpt.errors import DataError, FileError, PlanError
-from hetdpt.files import sha256
+from hetdpt.core.errors import DataError, FileError, PlanError
+from hetdpt.flow import oneshot
+from hetdpt.flow.oneshot import OneShot, Step, oneshot_into, partial_of
 from hetdpt.measurement.agreement import measure_damage, relative_difference
 from hetdpt.measurement.speed import Ratio
-from hetdpt.oneshot import OneShot, Step, oneshot_into, partial_of
 from hetdpt.selection import goal as goals
 from hetdpt.selection.goal import OneShotConfig
+from hetdpt.store.atomic import sha256
+from hetdpt.surgery.calibrate import calibrate_
 
 run = test_cli.run  # the fixture
 FILES = ["README.md", "config.json", "hetdpt.json", "model.safetensors", "oneshot.json", "plan.json"]
@@ -347,10 +347,10 @@ def test_a_kill_loses_no_choice(run: Run, home: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ((), "say either how many layers go (--layers 4) or how much faster it is to be (--speedup 1.2)"),
+        ((), "give either --layers (such as 4) or --speedup (such as 1.2)"),
         (
             ("--layers", 2, "--speedup", 1.5),
-            "say either how many layers go (--layers 4) or how much faster it is to be (--speedup 1.2)",
+            "give either --layers (such as 4) or --speedup (such as 1.2)",
         ),
         (("--layers", 7), "7 layers are to go, but this model has 6 that can; ask for fewer"),
         (("--layers", 1, "--kind", "norm"), "the kind of layer is attention or activation, not 'norm'"),

@@ -11,8 +11,8 @@ from families import FAMILIES, Family, by_label, named
 from torch import Tensor, nn
 
 import hetdpt
-from hetdpt.errors import FileError, ModelError
-from hetdpt.plan import Plan
+from hetdpt.core.errors import FileError, ModelError
+from hetdpt.core.plan import Plan
 
 PARITY = 1e-4  # of the largest output: two runtimes sum float32 in different orders
 REFUSED = "gemma4_vit_167m"  # its control flow looks at values

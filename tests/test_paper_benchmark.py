@@ -17,8 +17,8 @@ from paper_models import DEIT, Subject, subjects
 from paper_printed import _paper, printed, reference, rows_of
 
 import hetdpt
+from hetdpt.core.plan import Plan
 from hetdpt.measurement.costs import Costs
-from hetdpt.plan import Plan
 
 COSTS, CLAIMS = (Results.read(RESULTS / f"paper_{name}.json") for name in ("costs", "claims"))
 PAPER = Path(__file__).parents[2] / "shared" / "paper" / "000_d32e1aa76b8001bc.txt"

@@ -13,16 +13,16 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import hetdpt
-from hetdpt import calibration
-from hetdpt.calibration import calibrate_, gate_fitted_
-from hetdpt.entropy import greedy_order, transfer_entropy
-from hetdpt.insight.scan import scan
-from hetdpt.modules import Peeked
-from hetdpt.oneshot import oneshot_into
-from hetdpt.plan import Plan
-from hetdpt.predictor.samples import prune_next
+from hetdpt.core.modules import Peeked
+from hetdpt.core.plan import Plan
+from hetdpt.flow.oneshot import oneshot_into
 from hetdpt.selection.damage import choose, damage_of_each
+from hetdpt.selection.entropy import greedy_order, transfer_entropy
 from hetdpt.selection.goal import OneShotConfig
+from hetdpt.selection.predictor.samples import prune_next
+from hetdpt.studies.scan import scan
+from hetdpt.surgery import calibrate as calibration
+from hetdpt.surgery.calibrate import calibrate_, gate_fitted_
 
 ONE, TWO = Plan(attention=(1,), removal="calibrated"), Plan(attention=(1,), activation=(0,), removal="calibrated")
 

@@ -16,7 +16,7 @@ from peers import BY_NAME, ORDERS, PEERS, Bench, Job, Peer
 from torch import nn
 
 import hetdpt
-from hetdpt.modules import clone
+from hetdpt.core.modules import clone
 
 TARGET = 0.8
 COARSE = 0.09  # of the MACs: half a block of six

@@ -24,22 +24,22 @@ from run_directories import USUAL
 from test_cli import SCRIPT, Run
 
 import hetdpt
-from hetdpt.config import RunConfig
+from hetdpt.core.errors import FileError, PlanError
+from hetdpt.core.plan import Plan
+from hetdpt.core.reductions import read_tokens
 from hetdpt.data.sources import open_data
-from hetdpt.errors import FileError, PlanError
-from hetdpt.files import keep_json
+from hetdpt.flow.config import RunConfig
+from hetdpt.flow.pipeline import FLOW
+from hetdpt.flow.stages.events import Event
+from hetdpt.flow.stages.summary import Summary
+from hetdpt.flow.stages.width import choose
 from hetdpt.measurement.costs import Costs
-from hetdpt.pipeline import FLOW
-from hetdpt.plan import Plan
-from hetdpt.reductions import read_tokens
 from hetdpt.report.commands import further
 from hetdpt.report.results import Candidate
-from hetdpt.runs.alone import alone, is_in_use
-from hetdpt.runs.stages import NOW, STAGES, StageRecord, begin, read_stages, stage_directory
-from hetdpt.stages.events import Event
-from hetdpt.stages.summary import Summary
-from hetdpt.stages.width import choose
-from hetdpt.surgery import known
+from hetdpt.store.atomic import keep_json
+from hetdpt.store.lock import alone, is_in_use
+from hetdpt.store.stage_directory import NOW, STAGES, StageRecord, begin, read_stages, stage_directory
+from hetdpt.surgery.remove import known
 
 run = test_cli.run  # the fixture
 SMALL = {"training.epochs": 1, "training.batch_size": 8, "training.lr": 5e-4, "per_class": 4}

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hetdpt.errors import PlanError
-from hetdpt.plan import (
+from hetdpt.core.errors import PlanError
+from hetdpt.core.plan import (
     ACTIVATION_STYLES,
     ATTENTION_STYLES,
     REMOVALS,
@@ -24,7 +24,7 @@ from hetdpt.plan import (
     Sample,
     Site,
 )
-from hetdpt.published import published_plan, published_plans
+from hetdpt.core.published import published_plan, published_plans
 
 REFERENCE = json.loads((Path(__file__).parents[1] / "benchmarks" / "reference" / "reference.json").read_text())
 DEIT_S = Anatomy(12, 384, tuple(range(12)), tuple(range(12)))

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from hetdpt import host
 from hetdpt.cli.options import workers_of
+from hetdpt.core import host
 
 # Libraries come first: they look at sys.platform, which stays Linux.
 MACOS = """
@@ -24,7 +24,7 @@ del os.sched_getaffinity
 """
 WINDOWS = """
 import errno, fcntl, shutil
-from hetdpt import host
+from hetdpt.core import host
 
 def is_read_only(handle, ours=fcntl.fcntl, code=fcntl.F_GETFL):
     return ours(handle, code) & os.O_ACCMODE == os.O_RDONLY
@@ -65,9 +65,9 @@ for module in pkgutil.walk_packages(hetdpt.__path__, "hetdpt."):
 LOCKS = """
 import subprocess
 from pathlib import Path
-from hetdpt.claims import Claim, holder
-from hetdpt.errors import FileError
-from hetdpt.runs import alone
+from hetdpt.store.queue import Claim, holder
+from hetdpt.core.errors import FileError
+from hetdpt.store import lock as alone
 place = Path("place")
 place.mkdir()
 assert not alone.is_in_use(place)

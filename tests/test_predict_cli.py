@@ -19,10 +19,10 @@ from test_cli import Run
 from test_training_cli import build
 
 from hetdpt.cli.predict import read_amount
-from hetdpt.plan import Budget, Sample
-from hetdpt.predictor.polynomial import fit_predictor
-from hetdpt.predictor.prices import Price, Prices
-from hetdpt.predictor.rows import read_rows, write_rows
+from hetdpt.core.plan import Budget, Sample
+from hetdpt.measurement.prices import Price, Prices
+from hetdpt.selection.predictor.polynomial import fit_predictor
+from hetdpt.selection.predictor.rows import read_rows, write_rows
 
 run = test_cli.run  # the fixture
 
@@ -43,7 +43,7 @@ def written(path: Path, rows: list[Any], names: str = "a,t,accuracy") -> Path:
 @pytest.fixture(autouse=True)
 def few_draws(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shares of wins are nothing of this file, and what takes the time."""
-    monkeypatch.setattr("hetdpt.predictor.allocate.DRAWS", 20)
+    monkeypatch.setattr("hetdpt.selection.predictor.allocate.DRAWS", 20)
 
 
 @pytest.fixture
@@ -137,7 +137,7 @@ def test_the_reference(run: Run, tmp_path: Path, table: Any, layers: int, given:
 
 
 def test_the_screen_says_what_json_says(run: Run, listing: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hetdpt.predictor.allocate.DRAWS", 2000)
+    monkeypatch.setattr("hetdpt.selection.predictor.allocate.DRAWS", 2000)
     call = ("predict", listing, "--blocks", 12, "--layers", 8, "--as-given")
     result, found = run(*call), run(*call, "--json").values
     assert result.code == 0

@@ -20,8 +20,8 @@ from scipy.stats import t as student_t
 
 import hetdpt
 from hetdpt import Budget, Predictor, Price, Prices, Sample, Split, allocate, fit_predictor, frontier
-from hetdpt.errors import PredictError
-from hetdpt.predictor.polynomial import DEGREES, LeaveTwoOut
+from hetdpt.core.errors import PredictError
+from hetdpt.selection.predictor.polynomial import DEGREES, LeaveTwoOut
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 REFERENCE = json.loads((BENCHMARKS / "reference" / "reference.json").read_text())
@@ -81,7 +81,7 @@ def band(rate: float, draws: int) -> tuple[float, float]:
 @pytest.fixture
 def few_draws(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shares are not what is tested, so the bootstrap may be short."""
-    monkeypatch.setattr("hetdpt.predictor.allocate.DRAWS", 20)
+    monkeypatch.setattr("hetdpt.selection.predictor.allocate.DRAWS", 20)
 
 
 # --- the paper's tables ----------------------------------------------------------------------------------------------
@@ -589,7 +589,7 @@ def test_bootstrap_is_surer_with_less_noise() -> None:
 
 def test_bootstrap_where_few_draws_decide_the_polynomial(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 17 samples drawn with replacement 15 must differ for degree 4, which few do: the rest is drawn again."""
-    monkeypatch.setattr("hetdpt.predictor.allocate.DRAWS", 200)
+    monkeypatch.setattr("hetdpt.selection.predictor.allocate.DRAWS", 200)
     surface, points = planted(2, 4), np.random.default_rng(0).permutation(list(product(range(5), repeat=2)))[:17]
     rows = [Sample(Budget(int(i), int(j)), surface(1 - i / 4, 1 - j / 4)) for i, j in points]
     predictor = fit_predictor(rows, blocks=4)

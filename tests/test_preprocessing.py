@@ -24,8 +24,8 @@ from hetdpt.adapters.preprocessing import (
     _of_processor,
     preprocessing_of,
 )
+from hetdpt.core.errors import ModelError
 from hetdpt.data.augmentation import evaluation_transform
-from hetdpt.errors import ModelError
 
 HALF, THIRD = (0.5, 0.5, 0.5), (1 / 3, 1 / 3, 1 / 3)
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import timm
 
-from hetdpt.errors import TrainError
-from hetdpt.published import published_plan
-from hetdpt.recipes import RECIPES, cifar100, cifar100_transfer, dinov2_giant_cifar100, quick, recipe
-from hetdpt.recovery import RecoverConfig
+from hetdpt.core.errors import TrainError
+from hetdpt.core.published import published_plan
+from hetdpt.flow.recipes import RECIPES, cifar100, cifar100_transfer, dinov2_giant_cifar100, quick, recipe
+from hetdpt.training.recover import RecoverConfig
 
 REFERENCE = json.loads((Path(__file__).parents[1] / "benchmarks" / "reference" / "reference.json").read_text())
 DEIT = ("deit_small_imagenet", "deit_base_imagenet")

@@ -28,13 +28,17 @@ from hetdpt.adapters.maps import _Watch, look
 from hetdpt.adapters.models import unfuse_
 from hetdpt.adapters.preprocessing import preprocessing_of
 from hetdpt.adapters.windows import find_windows
-from hetdpt.combine.choice import Ratios
-from hetdpt.combine.tokens import reduce_tokens_
-from hetdpt.combine.width import WidthConfig, narrow_
+from hetdpt.core.errors import DataError, FileError, HetDPTError, ModelError
+from hetdpt.core.modules import bytes_of
+from hetdpt.core.plan import Plan, Site
+from hetdpt.core.reductions import Tokens
 from hetdpt.data.pictures import as_seen, picture_files, prepared
-from hetdpt.downstream.backbone import Backbone
-from hetdpt.errors import DataError, FileError, HetDPTError, ModelError
-from hetdpt.insight.relevance import (
+from hetdpt.reduce.tokens.reduce import reduce_tokens_
+from hetdpt.reduce.width.choice import Ratios
+from hetdpt.reduce.width.narrow import WidthConfig, narrow_
+from hetdpt.report.relevance import Layer, Picture, draw, verdict
+from hetdpt.studies.explain import ExplainConfig, explain_into
+from hetdpt.studies.relevance import (
     Pair,
     Relevance,
     _of_windows,
@@ -45,12 +49,8 @@ from hetdpt.insight.relevance import (
     ranks,
     rollout,
 )
-from hetdpt.modules import bytes_of
-from hetdpt.plan import Plan, Site
-from hetdpt.reductions import Tokens
-from hetdpt.report.relevance import Layer, Picture, draw, verdict
-from hetdpt.studies.explanation import ExplainConfig, explain_into
-from hetdpt.surgery import gate_, merge_, prune_, survey_of
+from hetdpt.surgery.remove import gate_, merge_, prune_, survey_of
+from hetdpt.tasks.backbone import Backbone
 
 run = test_cli.run  # the fixture
 ROUNDING = {"rtol": 1e-4, "atol": 1e-7}  # float32 through a few blocks and back, in another order
@@ -561,7 +561,7 @@ def test_the_command_writes_figure_and_numbers(run: Run, folder: Path, tmp_path:
     values = json.loads(out.with_suffix(".json").read_text())
     assert [Path(one["file"]).name for one in values["images"]] == ["0.png", "1.png"]
     assert [one["sha256"] for one in values["images"]] == [
-        hetdpt.files.sha256(folder / "pictures" / name) for name in ("0.png", "1.png")
+        hetdpt.store.atomic.sha256(folder / "pictures" / name) for name in ("0.png", "1.png")
     ]
     assert all(one["class"] == 3 and one["pruned"]["probability"] != one["probability"] for one in values["images"])
     assert [layer["is_removed"] for layer in values["layers"]] == [False, True, False]

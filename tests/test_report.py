@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from hetdpt.errors import FileError
-from hetdpt.insight.scan import Row, ScanTable
+from hetdpt.core.errors import FileError
+from hetdpt.core.plan import FITTED_STYLES, KINDS, Kind, Measurement, Site
 from hetdpt.measurement.costs import Costs
-from hetdpt.plan import FITTED_STYLES, KINDS, Kind, Measurement, Site
 from hetdpt.report.scan import COLUMNS, LOOKS, draw, write_csv
+from hetdpt.studies.scan import Row, ScanTable
 
 STYLES = {"attention": ("skip", "norm", "constant", "position", "linear"), "activation": ("identity", "calibrated")}
 DAMAGE = {"skip": 1.5, "norm": 4.0, "constant": 0.5, "position": 0.4, "linear": 0.1, "identity": 6.2}

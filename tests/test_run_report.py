@@ -37,8 +37,8 @@ from run_directories import (
 )
 from test_cli import Run
 
-from hetdpt.errors import FileError
-from hetdpt.plan import KINDS, Budget
+from hetdpt.core.errors import FileError
+from hetdpt.core.plan import KINDS, Budget
 from hetdpt.report.headline import title
 from hetdpt.report.pictures import balance
 from hetdpt.report.pictures.blocks import blocks, turns_of
@@ -48,7 +48,7 @@ from hetdpt.report.pictures.speed import methods
 from hetdpt.report.pictures.surface import surface as draw_surface
 from hetdpt.report.run import RunRecord
 from hetdpt.report.write import REPORTS, write_report, write_reports
-from hetdpt.runs.stages import CONFIG, FLOW, STAGE, STAGES, SUMMARY, stage_directory
+from hetdpt.store.stage_directory import CONFIG, FLOW, STAGE, STAGES, SUMMARY, stage_directory
 
 run = test_cli.run  # the fixture
 

@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 import torch
 
-from hetdpt.errors import FileError
-from hetdpt.files import written
-from hetdpt.runs.checkpoints import Checkpoints
-from hetdpt.runs.metrics import Metrics
-from hetdpt.runs.run import Run
+from hetdpt.core.errors import FileError
+from hetdpt.store.atomic import written
+from hetdpt.store.checkpoints import Checkpoints
+from hetdpt.store.metrics import Metrics
+from hetdpt.store.run_directory import Run
 
 ASKED = {"data": "demo", "training.epochs": 2, "training.lr": 0.001, "augmentation.scale": (0.5, 1.0), "teacher": None}
 

@@ -15,8 +15,8 @@ from runtimes import RUNTIMES, Runtime, profiled, row_of, times_in
 from torch import Tensor, nn
 
 import hetdpt
+from hetdpt.core.plan import Plan
 from hetdpt.measurement.speed import Rounds
-from hetdpt.plan import Plan
 
 
 @pytest.fixture(scope="module")

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 import hetdpt
 from hetdpt.adapters.models import Base, build
 from hetdpt.adapters.preprocessing import preprocessing_of
-from hetdpt.errors import FileError, HetDPTError, ModelError
-from hetdpt.files import read_sealed_json, write_sealed_json
-from hetdpt.plan import Plan
+from hetdpt.core.errors import FileError, HetDPTError, ModelError
+from hetdpt.core.plan import Plan
+from hetdpt.store.atomic import read_sealed_json, write_sealed_json
 
 PLAN = Plan(attention=(0,), activation=(1,))
 

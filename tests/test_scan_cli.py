@@ -17,7 +17,7 @@ from test_training_cli import build
 
 import hetdpt
 from hetdpt.cli import show
-from hetdpt.insight.scan import ScanTable
+from hetdpt.studies.scan import ScanTable
 
 run = test_cli.run  # the fixture
 
@@ -98,7 +98,7 @@ def test_layers_that_nothing_replaces_are_named(run: Run, dense: Path) -> None:
 
 
 def test_one_of_them_is_named(run: Run, dense: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hetdpt.insight.scan.LIMIT", 0.0)
+    monkeypatch.setattr("hetdpt.studies.scan.LIMIT", 0.0)
     out = run("scan", dense, *FAST).out
     assert len(re.findall(r"nothing can replace (attention|activation) [01]: the best, \w+, does \S+\n", out)) == 4
 

@@ -23,10 +23,10 @@ from test_cli import Run
 from test_training_cli import build
 
 import hetdpt
-from hetdpt.errors import FileError, HetDPTError, ModelError
-from hetdpt.files import read_sealed_json, write_sealed_json
-from hetdpt.runs.stages import STAGE, StageRecord, held, stage_directory
-from hetdpt.settings_file import read_settings
+from hetdpt.core.errors import FileError, HetDPTError, ModelError
+from hetdpt.store.atomic import read_sealed_json, write_sealed_json
+from hetdpt.store.settings_file import read_settings
+from hetdpt.store.stage_directory import STAGE, StageRecord, held, stage_directory
 
 run = test_cli.run  # the fixture
 ROOT = Path(__file__).parents[1]

@@ -22,17 +22,17 @@ from torchmetrics.functional.classification import multiclass_accuracy, multicla
 
 import hetdpt
 from hetdpt.adapters.preprocessing import Preprocessing
-from hetdpt.data import shapes
+from hetdpt.core.errors import DataError, TrainError
+from hetdpt.core.randomness import seeded
 from hetdpt.data.annotated import AnnotatedBatch, AnnotatedEvaluation, AnnotatedSource, AnnotatedTraining
-from hetdpt.data.mask_views import MaskAugmentation
-from hetdpt.data.masks import IGNORED, DrawnMasks, MaskView, open_masks
-from hetdpt.downstream.backbone import Backbone
-from hetdpt.downstream.learning import LearnConfig, build, learn
-from hetdpt.downstream.overlap import OverlapScores, count, measure_segmentation
-from hetdpt.downstream.segmenter import CLASSES_AT_ONCE, Segmenter, SegmenterConfig, _best, pixel_loss, segment
-from hetdpt.errors import DataError, TrainError
 from hetdpt.export.saved import DEMO_DIRECTORY
-from hetdpt.randomness import seeded
+from hetdpt.tasks import shapes
+from hetdpt.tasks.backbone import Backbone
+from hetdpt.tasks.learning import LearnConfig, build, learn
+from hetdpt.tasks.mask_views import MaskAugmentation
+from hetdpt.tasks.masks import IGNORED, DrawnMasks, MaskView, open_masks
+from hetdpt.tasks.overlap import OverlapScores, count, measure_segmentation
+from hetdpt.tasks.segmenter import CLASSES_AT_ONCE, Segmenter, SegmenterConfig, _best, pixel_loss, segment
 
 HALF = (0.5, 0.5, 0.5)
 WANTED = Preprocessing(input_size=(3, 32, 32), mean=HALF, std=HALF)
@@ -617,8 +617,8 @@ from pathlib import Path
 from test_segmentation import Told, WANTED, val_of
 from hetdpt.data.annotated import AnnotatedEvaluation
 from hetdpt.data.batch import Share
-from hetdpt.data.masks import MaskView
-from hetdpt.downstream.overlap import measure_segmentation
+from hetdpt.tasks.masks import MaskView
+from hetdpt.tasks.overlap import measure_segmentation
 rank, folder = int(sys.argv[1]), Path(sys.argv[2])
 dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
 source = val_of(folder)

@@ -14,15 +14,15 @@ from torch.nn import functional as F
 
 import hetdpt
 import hetdpt.measurement.speed
-from hetdpt.calibration import variants_of
-from hetdpt.errors import DataError, ModelError, PlanError
+from hetdpt.core.errors import DataError, ModelError, PlanError
+from hetdpt.core.modules import clone
+from hetdpt.core.plan import Measurement, Site
 from hetdpt.measurement.agreement import outputs_of
-from hetdpt.modules import clone
-from hetdpt.plan import Measurement, Site
 from hetdpt.selection import goal as goals
 from hetdpt.selection.damage import Choice, choose
 from hetdpt.selection.goal import Goal, OneShotConfig
-from hetdpt.surgery import ready, removable
+from hetdpt.surgery.calibrate import variants_of
+from hetdpt.surgery.remove import ready, removable
 
 SAME = 1e-9  # relative; the same operations run, so only the order of the float64 sums may differ
 # one stream, windows, a library of its own, gated FFNs, no head
@@ -214,8 +214,8 @@ def test_answers_that_are_not_finite_are_no_choice(model: Any, vit: Family) -> N
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        ({}, "say either how many layers go (--layers 4) or how much faster it is to be (--speedup 1.2)"),
-        ({"layers": 2, "speedup": 1.2}, "say either how many layers go"),
+        ({}, "give either --layers (such as 4) or --speedup (such as 1.2)"),
+        ({"layers": 2, "speedup": 1.2}, "give either --layers"),
         ({"layers": 0}, "at least 1 layer goes, not 0"),
         ({"speedup": 1.0}, "a speedup is above 1, such as 1.2, not 1"),
         ({"speedup": float("nan")}, "a speedup is above 1, such as 1.2, not nan"),

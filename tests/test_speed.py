@@ -11,9 +11,9 @@ from families import named
 from torch import Tensor, nn
 
 import hetdpt
-from hetdpt.errors import MeasureError
+from hetdpt.core.errors import MeasureError
+from hetdpt.core.plan import Plan
 from hetdpt.measurement.agreement import relative_difference
-from hetdpt.plan import Plan
 
 
 class Sleeper(nn.Module):

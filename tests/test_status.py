@@ -15,8 +15,8 @@ import yaml
 from run_directories import USUAL
 from test_cli import Run
 
-from hetdpt.runs.alone import alone
-from hetdpt.runs.stages import CONFIG, FLOW, NOW, STAGE, STAGES, Clock, begin, stage_directory
+from hetdpt.store.lock import alone
+from hetdpt.store.stage_directory import CONFIG, FLOW, NOW, STAGE, STAGES, Clock, begin, stage_directory
 
 run = test_cli.run  # the fixture
 

@@ -69,7 +69,7 @@ finally:
     "among those who take a failure for another": """try:
     read([(0, signal.SIGTERM)])
 except RuntimeError:
-    raise hetdpt.errors.DataError("these are no images") from None""",
+    raise hetdpt.core.errors.DataError("these are no images") from None""",
 }
 
 

@@ -26,16 +26,16 @@ from torch import nn
 import hetdpt
 from hetdpt.adapters.preprocessing import preprocessing_of
 from hetdpt.cli.tasks import _config
+from hetdpt.core.errors import DataError, FileError, TrainError
 from hetdpt.data.annotated import AnnotatedData, AnnotatedEvaluation, AnnotatedTraining
 from hetdpt.data.batch import Share
-from hetdpt.data.shapes import Drawing, draw
-from hetdpt.downstream.learning import LearnConfig, build, learn, score
-from hetdpt.downstream.model import TaskModel
-from hetdpt.downstream.run import learn_into
-from hetdpt.downstream.saved import load_task, save_task
-from hetdpt.downstream.tasks import TASKS
-from hetdpt.errors import DataError, FileError, TrainError
-from hetdpt.surgery import known
+from hetdpt.surgery.remove import known
+from hetdpt.tasks.learning import LearnConfig, build, learn, score
+from hetdpt.tasks.model import TaskModel
+from hetdpt.tasks.run import learn_into
+from hetdpt.tasks.saved import load_task, save_task
+from hetdpt.tasks.shapes import Drawing, draw
+from hetdpt.tasks.table import TASKS
 
 run = test_cli.run  # the fixture
 
@@ -266,7 +266,7 @@ def test_removal_is_calibrated_by_as_many_processes_as_read_images(
 ) -> None:
     seen = []
     monkeypatch.setattr(
-        "hetdpt.downstream.run.build", lambda *args, **options: seen.append(options) or build(*args, **options)
+        "hetdpt.tasks.run.build", lambda *args, **options: seen.append(options) or build(*args, **options)
     )
     watched = learn_into(tmp_path / "run", backbone(), place.open(), config(place.task), plan=PLAN, workers=1)
     next(watched)

@@ -16,22 +16,22 @@ from transformers import Dinov2Backbone, Dinov2Config
 
 import hetdpt
 from hetdpt.adapters.models import build, unfuse_
-from hetdpt.combine import halves
-from hetdpt.combine.gtp import beside, links, propagate, rank
-from hetdpt.combine.halves import TokenStep, sparse
-from hetdpt.combine.layout import tensors_in
-from hetdpt.combine.stream import Seen, TokenStream
-from hetdpt.combine.tokens import TOKEN_METHODS, reduce_tokens_, restore_tokens_
-from hetdpt.combine.tome import match, merge_alike
-from hetdpt.errors import FileError, ModelError, PlanError
+from hetdpt.core.errors import FileError, ModelError, PlanError
+from hetdpt.core.modules import digest
+from hetdpt.core.plan import Plan
+from hetdpt.core.reductions import TOKEN_PAPERS, Tokens
 from hetdpt.export.saved import RECIPE
-from hetdpt.files import read_sealed_json, write_sealed_json
 from hetdpt.measurement.agreement import outputs_of
 from hetdpt.measurement.costs import count_macs
-from hetdpt.modules import digest
-from hetdpt.plan import Plan
-from hetdpt.reductions import TOKEN_PAPERS, Tokens
-from hetdpt.surgery import merge_, place_, prune_, record_of
+from hetdpt.reduce.tokens import half_blocks as halves
+from hetdpt.reduce.tokens.gtp import beside, links, propagate, rank
+from hetdpt.reduce.tokens.half_blocks import TokenStep, sparse
+from hetdpt.reduce.tokens.layout import tensors_in
+from hetdpt.reduce.tokens.reduce import TOKEN_METHODS, reduce_tokens_, restore_tokens_
+from hetdpt.reduce.tokens.stream import Seen, TokenStream
+from hetdpt.reduce.tokens.tome import match, merge_alike
+from hetdpt.store.atomic import read_sealed_json, write_sealed_json
+from hetdpt.surgery.remove import merge_, place_, prune_, record_of
 
 METHODS = sorted(TOKEN_METHODS)
 QUICK = ["vit_tiny_patch16_224", "deit_tiny_distilled_patch16_224", "vit_medium_patch16_reg4_gap_256"]

@@ -22,14 +22,14 @@ from test_cli import SCRIPT, Run
 from torch import nn
 
 import hetdpt
-from hetdpt.combine.tokens import reduce_tokens_
+from hetdpt.core.errors import FileError, MeasureError, ModelError, PlanError
+from hetdpt.core.modules import clone
+from hetdpt.core.plan import Plan
+from hetdpt.core.reductions import Tokens
 from hetdpt.data.sources import open_data
-from hetdpt.errors import FileError, MeasureError, ModelError, PlanError
-from hetdpt.files import keep_json, kept_json
-from hetdpt.modules import clone
-from hetdpt.plan import Plan
-from hetdpt.reductions import Tokens
+from hetdpt.reduce.tokens.reduce import reduce_tokens_
 from hetdpt.report.tokens import draw
+from hetdpt.store.atomic import keep_json, kept_json
 from hetdpt.studies.tokens import TokensConfig, measure_tokens, tokens_into
 
 run = test_cli.run  # the fixture

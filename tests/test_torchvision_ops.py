@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hetdpt.torchvision_ops import define_missing_operators
+from hetdpt.adapters.torchvision_ops import define_missing_operators
 
 FINDERS = "[type(finder).__name__ for finder in sys.meta_path].count('_Cure')"
 
@@ -52,7 +52,7 @@ def test_timm_imports_after_hetdpt_whatever_comes_between(code: str) -> None:
 
 def test_the_installed_torchvision_gets_the_operators_it_lacks() -> None:
     code = """
-from hetdpt.torchvision_ops import _loads, define_missing_operators
+from hetdpt.adapters.torchvision_ops import _loads, define_missing_operators
 loads = _loads()
 names = define_missing_operators()
 import torch, torchvision
@@ -69,7 +69,7 @@ def test_operators_that_do_not_load_are_defined_once(place: Path) -> None:
     (place / "torchvision" / "_C.so").write_text("built for another torch")
     code = f"""
 import hetdpt
-from hetdpt.torchvision_ops import define_missing_operators
+from hetdpt.adapters.torchvision_ops import define_missing_operators
 print(define_missing_operators(), define_missing_operators(), {FINDERS})
 import torchvision
 print({FINDERS}, torchvision.__file__)
@@ -87,7 +87,7 @@ def test_nothing_is_defined_where_the_operators_load(place: Path) -> None:
     (place / "torchvision" / "_C.so").symlink_to(torch._C.__file__)  # any shared library that loads
     code = """
 import hetdpt, torch, torchvision
-from hetdpt import torchvision_ops
+from hetdpt.adapters import torchvision_ops
 print(torchvision_ops._keep, hasattr(torch.ops.torchvision, "nms"), torchvision_ops.define_missing_operators())
 """
     assert run(code, place) == "[] False []"
@@ -101,7 +101,7 @@ def test_nothing_is_defined_where_no_torchvision_is_installed(monkeypatch: pytes
 def test_installing_twice_leaves_one_finder_and_needs_no_torch() -> None:
     code = f"""
 import hetdpt
-from hetdpt import torchvision_ops
+from hetdpt.adapters import torchvision_ops
 torchvision_ops.install()
 torchvision_ops.install()
 print({FINDERS}, "torch" in sys.modules)

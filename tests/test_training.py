@@ -17,18 +17,18 @@ from torch.nn import functional as F
 
 import hetdpt
 from hetdpt.adapters.heads import Classifier, logits_of, pair_of
+from hetdpt.core.errors import HetDPTError, ModelError, TrainError
+from hetdpt.core.modules import clone
+from hetdpt.core.plan import Plan
 from hetdpt.data.annotated import AnnotatedBatch
 from hetdpt.data.augmentation import Augmentation
 from hetdpt.data.batches import Batch
 from hetdpt.data.sources import open_data
-from hetdpt.errors import HetDPTError, ModelError, TrainError
-from hetdpt.modules import clone
-from hetdpt.plan import Plan
-from hetdpt.recovery import RecoverConfig, recover
-from hetdpt.surgery import drop_paths, merge_, prune_
+from hetdpt.surgery.remove import drop_paths, merge_, prune_
 from hetdpt.training.config import TrainConfig
 from hetdpt.training.objective import Distillation, Objective, OwnLoss
 from hetdpt.training.processes import start
+from hetdpt.training.recover import RecoverConfig, recover
 from hetdpt.training.trainer import Epoch, Trainer
 
 PLAIN = TrainConfig(epochs=2, batch_size=16, lr=1e-3, lr_batch=None, mixup=0, cutmix=0, smoothing=0, ema_decay=0)

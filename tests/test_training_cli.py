@@ -26,7 +26,7 @@ from test_cli import Result, Run
 import hetdpt
 from hetdpt.cli import main, show
 from hetdpt.data.sources import open_data
-from hetdpt.runs.run import summary_of as kept_summary
+from hetdpt.store.run_directory import summary_of as kept_summary
 
 run = test_cli.run  # the fixture
 

@@ -12,9 +12,9 @@ from torch.nn import functional as F
 import hetdpt
 from hetdpt.adapters.heads import logits_of, pair_of
 from hetdpt.adapters.models import num_classes_of
+from hetdpt.core.errors import ModelError
 from hetdpt.data.batches import Batch
-from hetdpt.errors import ModelError
-from hetdpt.surgery import drop_paths
+from hetdpt.surgery.remove import drop_paths
 from hetdpt.training.config import TrainConfig
 from hetdpt.training.objective import Distillation, Objective
 

@@ -31,15 +31,15 @@ from hetdpt.adapters.heads import logits_of, with_head_
 from hetdpt.adapters.identity import fingerprint
 from hetdpt.adapters.models import Base, build, num_classes_of
 from hetdpt.adapters.preprocessing import PREPROCESSING, preprocessing_of
+from hetdpt.core.errors import DataError, FileError, HetDPTError, MeasureError, ModelError
+from hetdpt.core.modules import digest
+from hetdpt.core.plan import Plan
 from hetdpt.data.sources import Data, open_data
 from hetdpt.data.streams import Stream
 from hetdpt.data.subset import Subset
-from hetdpt.downstream.features import CHUNK, heads_in, pooled_features, take_features, with_classifier_
-from hetdpt.downstream.probe import STRENGTHS, choose_strength, fit_probe
-from hetdpt.errors import DataError, FileError, HetDPTError, MeasureError, ModelError
-from hetdpt.modules import digest
-from hetdpt.plan import Plan
-from hetdpt.recipes import cifar100_transfer
+from hetdpt.flow.recipes import cifar100_transfer
+from hetdpt.studies.features import CHUNK, heads_in, pooled_features, take_features, with_classifier_
+from hetdpt.studies.probe import STRENGTHS, choose_strength, fit_probe
 from hetdpt.studies.transfer import TransferConfig, transfer_into
 
 run = test_cli.run  # the fixture

@@ -10,11 +10,11 @@ import torch
 from test_data import WANTED, picture, unclosed, write_folder, write_shards
 from torch import Tensor
 
+from hetdpt.core.errors import DataError
 from hetdpt.data import unlabelled
 from hetdpt.data.sources import Source
 from hetdpt.data.streams import Stream
 from hetdpt.data.unlabelled import ImageBatches, open_images
-from hetdpt.errors import DataError
 
 
 def write(folder: Path, *names: str) -> Path:

@@ -10,10 +10,10 @@ import torch
 from families import Family, named
 from torch import Tensor, nn
 
-from hetdpt.errors import DataError, ModelError
+from hetdpt.core.errors import DataError, ModelError
+from hetdpt.core.modules import checked, clone, require_takes
 from hetdpt.measurement.agreement import outputs_of
-from hetdpt.modules import checked, clone, require_takes
-from hetdpt.variants import MEMORY, Probe, Scan, heads_of
+from hetdpt.surgery.prefix_cache import MEMORY, Probe, Scan, heads_of
 
 
 class Scale(nn.Module):

@@ -23,20 +23,20 @@ import hetdpt
 from hetdpt.adapters.attention import attention_at
 from hetdpt.adapters.heads import logits_of
 from hetdpt.adapters.models import Base, build
-from hetdpt.calibration import calibrate_
 from hetdpt.cli import app
-from hetdpt.combine.choice import Kept, Ratios, choose
-from hetdpt.combine.refit import Inputs, refit_, watching
-from hetdpt.combine.scores import Heads, Hidden, Narrowable, sizes_of
-from hetdpt.combine.shapes import reshape_, widths_of
-from hetdpt.combine.tokens import reduce_tokens_
-from hetdpt.combine.width import Seen, WidthConfig, narrow_, narrow_to
-from hetdpt.errors import DataError, FileError, HetDPTError, ModelError, PlanError
+from hetdpt.core.errors import DataError, FileError, HetDPTError, ModelError, PlanError
+from hetdpt.core.plan import Plan
+from hetdpt.core.reductions import Tokens, Widths
 from hetdpt.export.saved import RECIPE
 from hetdpt.measurement.costs import Costs, count_macs, count_params
-from hetdpt.plan import Plan
-from hetdpt.reductions import Tokens, Widths
-from hetdpt.surgery import gate_, known, merge_, place_, prune_, sites
+from hetdpt.reduce.tokens.reduce import reduce_tokens_
+from hetdpt.reduce.width.choice import Kept, Ratios, choose
+from hetdpt.reduce.width.narrow import Seen, WidthConfig, narrow_, narrow_to
+from hetdpt.reduce.width.refit import Inputs, refit_, watching
+from hetdpt.reduce.width.scores import Heads, Hidden, Narrowable, sizes_of
+from hetdpt.reduce.width.shapes import reshape_, widths_of
+from hetdpt.surgery.calibrate import calibrate_
+from hetdpt.surgery.remove import gate_, known, merge_, place_, prune_, sites
 
 PLAIN = WidthConfig(importance="l2", refits=False)
 ALL = Ratios(embedding=0.25, hidden=0.5, heads=0.34, head_dims=0.25)
@@ -657,7 +657,7 @@ DOCTORED: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
 
 
 def test_a_doctored_recipe_is_refused(model: nn.Module, tmp_path: Path) -> None:
-    from hetdpt.files import read_sealed_json, write_sealed_json
+    from hetdpt.store.atomic import read_sealed_json, write_sealed_json
 
     narrow_(model, ALL, PLAIN)
     hetdpt.save(model, tmp_path / "saved")

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 import hetdpt
-from hetdpt.combine.choice import Ratios
-from hetdpt.combine.width import WidthConfig, narrow_, narrow_to
 from hetdpt.measurement.costs import Costs
-from hetdpt.surgery import merge_, prune_
+from hetdpt.reduce.width.choice import Ratios
+from hetdpt.reduce.width.narrow import WidthConfig, narrow_, narrow_to
+from hetdpt.surgery.remove import merge_, prune_
 
 pytestmark = pytest.mark.slow
 REFERENCE = Path(__file__).parent.parent / "benchmarks" / "reference" / "reference.json"

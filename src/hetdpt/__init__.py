@@ -12,97 +12,97 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from hetdpt import torchvision_ops
+from hetdpt.adapters import torchvision_ops
 
 if TYPE_CHECKING:
     from hetdpt.adapters.models import Base, create
-    from hetdpt.calibration import calibrate_
-    from hetdpt.collection.collect import collect_into, recheck_into
-    from hetdpt.collection.work import Workplace
-    from hetdpt.combine.choice import Ratios
-    from hetdpt.combine.tokens import reduce_tokens_, restore_tokens_
-    from hetdpt.combine.width import WidthConfig, narrow_, narrow_to
-    from hetdpt.config import RunConfig
+    from hetdpt.core.errors import HetDPTError
+    from hetdpt.core.plan import Budget, Measurement, Plan, Sample, Site
+    from hetdpt.core.published import published_plan, published_plans
+    from hetdpt.core.reductions import Tokens
     from hetdpt.data.augmentation import Augmentation
-    from hetdpt.downstream.backbone import Backbone
-    from hetdpt.downstream.learning import LearnConfig
-    from hetdpt.downstream.run import learn_into
-    from hetdpt.downstream.saved import load_task, save_task
-    from hetdpt.entropy import transfer_entropy
-    from hetdpt.errors import HetDPTError
     from hetdpt.export.features import as_features
     from hetdpt.export.hub import push_to_hub
     from hetdpt.export.onnx import export_onnx
     from hetdpt.export.saved import load, save
-    from hetdpt.insight.relevance import Relevance, explain
-    from hetdpt.insight.scan import scan
+    from hetdpt.flow.collection.collect import collect_into, recheck_into
+    from hetdpt.flow.collection.work import Workplace
+    from hetdpt.flow.comparison.compare import CompareConfig, compare_into
+    from hetdpt.flow.config import RunConfig
+    from hetdpt.flow.pipeline import run
     from hetdpt.measurement.accuracy import Scores, evaluate
     from hetdpt.measurement.costs import count_macs, count_params
+    from hetdpt.measurement.prices import Price, Prices
     from hetdpt.measurement.speed import latency_table, measure_throughput
-    from hetdpt.pipeline import run
-    from hetdpt.plan import Budget, Measurement, Plan, Sample, Site
-    from hetdpt.predictor.allocate import Allocation, Split, allocate, frontier
-    from hetdpt.predictor.polynomial import Predictor, fit_predictor
-    from hetdpt.predictor.prices import Price, Prices
-    from hetdpt.predictor.pricing import measure_prices
-    from hetdpt.predictor.samples import CollectConfig
-    from hetdpt.published import published_plan, published_plans
-    from hetdpt.recovery import RecoverConfig, recover
-    from hetdpt.reductions import Tokens
+    from hetdpt.reduce.tokens.reduce import reduce_tokens_, restore_tokens_
+    from hetdpt.reduce.width.choice import Ratios
+    from hetdpt.reduce.width.narrow import WidthConfig, narrow_, narrow_to
+    from hetdpt.selection.entropy import transfer_entropy
     from hetdpt.selection.methods import METHODS
+    from hetdpt.selection.predictor.allocate import Allocation, Split, allocate, frontier
+    from hetdpt.selection.predictor.polynomial import Predictor, fit_predictor
+    from hetdpt.selection.predictor.pricing import measure_prices
+    from hetdpt.selection.predictor.samples import CollectConfig
     from hetdpt.selection.select import SelectConfig, select
-    from hetdpt.studies.compare import CompareConfig, compare_into
     from hetdpt.studies.observe import ObserveConfig, observe_into
+    from hetdpt.studies.relevance import Relevance, explain
+    from hetdpt.studies.scan import scan
     from hetdpt.studies.tokens import TokensConfig, tokens_into
     from hetdpt.studies.transfer import TransferConfig, transfer_into
-    from hetdpt.surgery import gate_, gates_of, merge_, prune_, restore_, sites
+    from hetdpt.surgery.calibrate import calibrate_
+    from hetdpt.surgery.remove import gate_, gates_of, merge_, prune_, restore_, sites
+    from hetdpt.tasks.backbone import Backbone
+    from hetdpt.tasks.learning import LearnConfig
+    from hetdpt.tasks.run import learn_into
+    from hetdpt.tasks.saved import load_task, save_task
     from hetdpt.training.config import TrainConfig
     from hetdpt.training.objective import Distillation
+    from hetdpt.training.recover import RecoverConfig, recover
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "hetdpt.adapters.models": ("Base", "create"),
-    "hetdpt.calibration": ("calibrate_",),
-    "hetdpt.collection.collect": ("collect_into", "recheck_into"),
-    "hetdpt.collection.work": ("Workplace",),
-    "hetdpt.combine.choice": ("Ratios",),
-    "hetdpt.combine.tokens": ("reduce_tokens_", "restore_tokens_"),
-    "hetdpt.combine.width": ("WidthConfig", "narrow_", "narrow_to"),
-    "hetdpt.config": ("RunConfig",),
+    "hetdpt.surgery.calibrate": ("calibrate_",),
+    "hetdpt.flow.collection.collect": ("collect_into", "recheck_into"),
+    "hetdpt.flow.collection.work": ("Workplace",),
+    "hetdpt.reduce.width.choice": ("Ratios",),
+    "hetdpt.reduce.tokens.reduce": ("reduce_tokens_", "restore_tokens_"),
+    "hetdpt.reduce.width.narrow": ("WidthConfig", "narrow_", "narrow_to"),
+    "hetdpt.flow.config": ("RunConfig",),
     "hetdpt.data.augmentation": ("Augmentation",),
-    "hetdpt.entropy": ("transfer_entropy",),
-    "hetdpt.errors": ("HetDPTError",),
-    "hetdpt.insight.scan": ("scan",),
+    "hetdpt.selection.entropy": ("transfer_entropy",),
+    "hetdpt.core.errors": ("HetDPTError",),
+    "hetdpt.studies.scan": ("scan",),
     "hetdpt.export.hub": ("push_to_hub",),
     "hetdpt.export.onnx": ("export_onnx",),
     "hetdpt.export.saved": ("load", "save"),
-    "hetdpt.downstream.backbone": ("Backbone",),
-    "hetdpt.downstream.learning": ("LearnConfig",),
-    "hetdpt.downstream.run": ("learn_into",),
-    "hetdpt.downstream.saved": ("load_task", "save_task"),
+    "hetdpt.tasks.backbone": ("Backbone",),
+    "hetdpt.tasks.learning": ("LearnConfig",),
+    "hetdpt.tasks.run": ("learn_into",),
+    "hetdpt.tasks.saved": ("load_task", "save_task"),
     "hetdpt.export.features": ("as_features",),
-    "hetdpt.insight.relevance": ("Relevance", "explain"),
+    "hetdpt.studies.relevance": ("Relevance", "explain"),
     "hetdpt.measurement.accuracy": ("Scores", "evaluate"),
     "hetdpt.measurement.costs": ("count_macs", "count_params"),
     "hetdpt.measurement.speed": ("latency_table", "measure_throughput"),
-    "hetdpt.pipeline": ("run",),
-    "hetdpt.plan": ("Budget", "Measurement", "Plan", "Sample", "Site"),
-    "hetdpt.predictor.allocate": ("Allocation", "Split", "allocate", "frontier"),
-    "hetdpt.predictor.polynomial": ("Predictor", "fit_predictor"),
-    "hetdpt.predictor.prices": ("Price", "Prices"),
-    "hetdpt.predictor.pricing": ("measure_prices",),
-    "hetdpt.predictor.samples": ("CollectConfig",),
-    "hetdpt.published": ("published_plan", "published_plans"),
-    "hetdpt.recovery": ("RecoverConfig", "recover"),
-    "hetdpt.reductions": ("Tokens",),
-    "hetdpt.studies.compare": ("CompareConfig", "compare_into"),
+    "hetdpt.flow.pipeline": ("run",),
+    "hetdpt.core.plan": ("Budget", "Measurement", "Plan", "Sample", "Site"),
+    "hetdpt.selection.predictor.allocate": ("Allocation", "Split", "allocate", "frontier"),
+    "hetdpt.selection.predictor.polynomial": ("Predictor", "fit_predictor"),
+    "hetdpt.measurement.prices": ("Price", "Prices"),
+    "hetdpt.selection.predictor.pricing": ("measure_prices",),
+    "hetdpt.selection.predictor.samples": ("CollectConfig",),
+    "hetdpt.core.published": ("published_plan", "published_plans"),
+    "hetdpt.training.recover": ("RecoverConfig", "recover"),
+    "hetdpt.core.reductions": ("Tokens",),
+    "hetdpt.flow.comparison.compare": ("CompareConfig", "compare_into"),
     "hetdpt.studies.observe": ("ObserveConfig", "observe_into"),
     "hetdpt.studies.tokens": ("TokensConfig", "tokens_into"),
     "hetdpt.studies.transfer": ("TransferConfig", "transfer_into"),
     "hetdpt.selection.methods": ("METHODS",),
     "hetdpt.selection.select": ("SelectConfig", "select"),
-    "hetdpt.surgery": ("gate_", "gates_of", "merge_", "prune_", "restore_", "sites"),
+    "hetdpt.surgery.remove": ("gate_", "gates_of", "merge_", "prune_", "restore_", "sites"),
     "hetdpt.training.config": ("TrainConfig",),
     "hetdpt.training.objective": ("Distillation",),
 }

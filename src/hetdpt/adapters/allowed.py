@@ -16,7 +16,7 @@ from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 from hetdpt.adapters.huggingface import find_class, import_transformers
-from hetdpt.errors import ModelError
+from hetdpt.core.errors import ModelError
 
 if TYPE_CHECKING:
     from hetdpt.adapters.models import Base

@@ -15,9 +15,9 @@ from hetdpt.adapters.branches import ADDITIONS, Branch, Inside, Reading
 from hetdpt.adapters.ffn import ZERO_TO_ZERO, Ffn, calls_of, find_ffn, is_gated, linears_of
 from hetdpt.adapters.huggingface import require_images, vision_tower_of
 from hetdpt.adapters.trace import Call, Node, Ref, Trace, trace
-from hetdpt.errors import ModelError
-from hetdpt.gates import Extras, OnDemand
-from hetdpt.plan import Anatomy, Kind, Site
+from hetdpt.core.errors import ModelError
+from hetdpt.core.gates import Extras, OnDemand
+from hetdpt.core.plan import Anatomy, Kind, Site
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Parts:
     tail: tuple[str, ...]
     """Operations, other than with those parameters, between the gate and the sum."""
     extras: Extras
-    """What the core returns behind its tensor (:class:`hetdpt.gates.Removed`). No tuple: None."""
+    """What the core returns behind its tensor (:class:`hetdpt.core.gates.Removed`). No tuple: None."""
     core_layout: Layout
     gate_layout: Layout
     is_direct: bool

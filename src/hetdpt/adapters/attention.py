@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from hetdpt.errors import ModelError
+from hetdpt.core.errors import ModelError
 
 
 @dataclass(frozen=True)

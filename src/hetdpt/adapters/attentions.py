@@ -9,9 +9,9 @@ from torch import nn
 from hetdpt.adapters.anatomy import Survey
 from hetdpt.adapters.huggingface import is_hf
 from hetdpt.adapters.trace import trace
-from hetdpt.errors import ModelError
-from hetdpt.gates import is_removed
-from hetdpt.modules import clone
+from hetdpt.core.errors import ModelError
+from hetdpt.core.gates import is_removed
+from hetdpt.core.modules import clone
 
 
 class KeepPlaces:

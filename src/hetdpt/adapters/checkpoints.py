@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hetdpt.errors import FileError, first_line
+from hetdpt.core.errors import FileError, first_line
 
 
 def load_weights(model: nn.Module, path: str | Path) -> nn.Module:

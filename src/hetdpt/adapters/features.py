@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from hetdpt.adapters.arguments import asking, takes
 from hetdpt.adapters.huggingface import is_hf
 from hetdpt.adapters.models import feature_class_of
-from hetdpt.errors import DataError, ModelError
+from hetdpt.core.errors import DataError, ModelError
 
 
 def feature_maps(model: nn.Module, images: Tensor, layers: Sequence[int] | None = None) -> list[Tensor]:

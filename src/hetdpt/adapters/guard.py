@@ -18,8 +18,8 @@ from typing import Any
 
 from torch.nn.modules.module import register_module_module_registration_hook
 
-from hetdpt.errors import ModelError
-from hetdpt.files import parse_json
+from hetdpt.core.errors import ModelError
+from hetdpt.store.atomic import parse_json
 
 PATH_EVENTS = {
     "open": 1, "os.remove": 1, "os.mkdir": 1, "os.rmdir": 1, "os.truncate": 1, "os.chmod": 1, "os.chown": 1,

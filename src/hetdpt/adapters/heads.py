@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hetdpt.errors import ModelError
-from hetdpt.randomness import seeded
+from hetdpt.core.errors import ModelError
+from hetdpt.core.randomness import seeded
 
 HEAD_STD = 0.02  # of the weights of a fresh head, as timm and transformers draw those of a new model
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from hetdpt.errors import ModelError
+from hetdpt.core.errors import ModelError
 
 
 def is_hf(model: nn.Module) -> bool:

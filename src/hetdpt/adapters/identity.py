@@ -12,8 +12,8 @@ from torch import nn
 
 from hetdpt.adapters.models import input_size_of
 from hetdpt.adapters.preprocessing import preprocessing_of
-from hetdpt.errors import ModelError
-from hetdpt.modules import digest
+from hetdpt.core.errors import ModelError
+from hetdpt.core.modules import digest
 
 
 def fingerprint(model: nn.Module) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from hetdpt.adapters.huggingface import is_hf
-from hetdpt.errors import DataError
+from hetdpt.core.errors import DataError
 
 IMAGENET = 1000
 

@@ -18,8 +18,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from hetdpt.adapters.anatomy import Handle
-from hetdpt.errors import ModelError
-from hetdpt.modules import clone
+from hetdpt.core.errors import ModelError
+from hetdpt.core.modules import clone
 
 SOFTMAXES = (F.softmax, torch.softmax, Tensor.softmax)
 

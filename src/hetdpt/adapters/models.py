@@ -19,9 +19,9 @@ from hetdpt.adapters.arguments import ask
 from hetdpt.adapters.checkpoints import load_weights
 from hetdpt.adapters.guard import few_modules, guarded, guarded_directory, require_own_weights
 from hetdpt.adapters.huggingface import find_class, import_transformers, is_hf, require_images, silent
-from hetdpt.errors import HetDPTError, ModelError, first_line
-from hetdpt.files import parse_json
-from hetdpt.gates import Removed
+from hetdpt.core.errors import HetDPTError, ModelError, first_line
+from hetdpt.core.gates import Removed
+from hetdpt.store.atomic import parse_json
 
 BASE = "_hetdpt_base"
 SIZE = "_hetdpt_size"

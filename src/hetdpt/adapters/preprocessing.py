@@ -13,7 +13,7 @@ from torch import nn
 from hetdpt.adapters.guard import guarded_directory
 from hetdpt.adapters.huggingface import import_transformers, is_hf, silent
 from hetdpt.adapters.models import input_size_of
-from hetdpt.errors import ModelError, first_line
+from hetdpt.core.errors import ModelError, first_line
 
 PREPROCESSING = "_hetdpt_preprocessing"
 # The numbers that PIL gives to its filters, which transformers stores, and their names in timm.

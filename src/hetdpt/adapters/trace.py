@@ -27,8 +27,8 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hetdpt.errors import HetDPTError, ModelError, first_line
-from hetdpt.modules import WRONG_SIZE, clone
+from hetdpt.core.errors import HetDPTError, ModelError, first_line
+from hetdpt.core.modules import WRONG_SIZE, clone
 
 Watch = Callable[[nn.Module, dict[str, Tensor], Tensor], AbstractContextManager[object]]
 NEED_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)

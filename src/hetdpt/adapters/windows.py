@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from hetdpt.adapters.anatomy import Handle
 from hetdpt.adapters.maps import first_tensor
-from hetdpt.errors import ModelError
-from hetdpt.gates import Extras, Pass, Zero
-from hetdpt.modules import clone, put_
+from hetdpt.core.errors import ModelError
+from hetdpt.core.gates import Extras, Pass, Zero
+from hetdpt.core.modules import clone, put_
 
 
 @dataclass(frozen=True)

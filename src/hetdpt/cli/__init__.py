@@ -32,7 +32,7 @@ from hetdpt.cli import (
     width,
 )
 from hetdpt.cli.stopping import Stopped, farewell, one_line, reason, stoppable
-from hetdpt.errors import HetDPTError
+from hetdpt.core.errors import HetDPTError
 
 app = typer.Typer(
     help="Make Vision Transformers faster by removing attention layers and FFN activations.",

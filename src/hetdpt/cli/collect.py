@@ -39,7 +39,7 @@ from hetdpt.cli.options import (
 from hetdpt.cli.show import note_random_weights, print_, print_json, stages, table
 
 if TYPE_CHECKING:
-    from hetdpt.collection.work import Done
+    from hetdpt.flow.collection.work import Done
 
 
 def collect(
@@ -82,14 +82,14 @@ def collect(
     quiet: Quiet = False,
 ) -> None:
     """Sample accuracy: remove a layer, fine-tune briefly, evaluate, and again; hetdpt predict makes a budget of it."""
-    from hetdpt.collection.collect import collect_into
-    from hetdpt.collection.work import Workplace
+    from hetdpt.core.randomness import seeded
     from hetdpt.data.sources import open_data
     from hetdpt.export.saved import open_model
-    from hetdpt.predictor.polynomial import FEWEST
-    from hetdpt.predictor.samples import CollectConfig
-    from hetdpt.randomness import seeded
-    from hetdpt.recipes import recipe as recipe_called
+    from hetdpt.flow.collection.collect import collect_into
+    from hetdpt.flow.collection.work import Workplace
+    from hetdpt.flow.recipes import recipe as recipe_called
+    from hetdpt.selection.predictor.polynomial import FEWEST
+    from hetdpt.selection.predictor.samples import CollectConfig
 
     given = given_settings(context)
     if epochs == 0:

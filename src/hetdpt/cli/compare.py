@@ -42,9 +42,9 @@ from hetdpt.cli.select import Candidates, Explore
 from hetdpt.cli.show import note_random_weights, print_, print_json, stages, table
 
 if TYPE_CHECKING:
-    from hetdpt.collection.work import Done as Sampled
-    from hetdpt.studies.compare_work import Done
-    from hetdpt.studies.comparison import Comparison, Difference
+    from hetdpt.flow.collection.work import Done as Sampled
+    from hetdpt.flow.comparison.rows import Comparison, Difference
+    from hetdpt.flow.comparison.work import Done
 
 ALL = "all"
 COMMON = ("training.batch_size", "training.precision", "training.seed", "fraction", "per_class", "augmentation.")
@@ -98,17 +98,17 @@ def compare(
     quiet: Quiet = False,
 ) -> None:
     """Compare methods: each chooses layers for every budget, all get the same fine-tuning; a table and a figure."""
-    from hetdpt.collection.work import Workplace
+    from hetdpt.core.randomness import seeded
     from hetdpt.data.sources import open_data
     from hetdpt.export.saved import open_model
-    from hetdpt.predictor.samples import CollectConfig
-    from hetdpt.randomness import seeded
-    from hetdpt.recipes import recipe as recipe_called
+    from hetdpt.flow.collection.work import Workplace
+    from hetdpt.flow.comparison.compare import FIGURE, TABLE, CompareConfig, compare_into
+    from hetdpt.flow.comparison.rows import RESULTS, Comparison
+    from hetdpt.flow.comparison.work import PLANS
+    from hetdpt.flow.recipes import recipe as recipe_called
     from hetdpt.selection.methods import METHODS
+    from hetdpt.selection.predictor.samples import CollectConfig
     from hetdpt.selection.select import SelectConfig
-    from hetdpt.studies.compare import FIGURE, TABLE, CompareConfig, compare_into
-    from hetdpt.studies.compare_work import PLANS
-    from hetdpt.studies.comparison import RESULTS, Comparison
 
     given, style = given_settings(context), read_removal(removal or recipe_called(recipe).removal)
     common = {name: value for name, value in given.items() if name.startswith(COMMON)}
@@ -148,8 +148,8 @@ def compare(
 
 
 def _line(done: Done | Sampled) -> str:
-    from hetdpt.collection.work import Done as Sampled
-    from hetdpt.studies.compare_work import Chosen, Timed
+    from hetdpt.flow.collection.work import Done as Sampled
+    from hetdpt.flow.comparison.work import Chosen, Timed
 
     by = "" if done.is_own else " (done before, or by another process)"
     if isinstance(done, Sampled):

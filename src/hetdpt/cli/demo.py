@@ -22,7 +22,7 @@ def demo(
     """Make the model that comes with hetdpt faster, compare methods, write a report; minutes on a CPU."""
     from dataclasses import replace
 
-    from hetdpt.demo import demo_config, train_model
+    from hetdpt.flow.demo import demo_config, train_model
 
     config = demo_config(out)
     if retrain:

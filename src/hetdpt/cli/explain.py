@@ -22,7 +22,7 @@ from hetdpt.cli.options import (
     with_removal,
 )
 from hetdpt.cli.show import note_random_weights, print_, print_json, progress, table
-from hetdpt.errors import PlanError
+from hetdpt.core.errors import PlanError
 from hetdpt.report.relevance import answer_words, class_words, verdict
 
 
@@ -55,10 +55,10 @@ def explain(
     quiet: Quiet = False,
 ) -> None:
     """Draw what each attention layer saw of images, removed layers framed; say how alike neighbouring layers are."""
+    from hetdpt.core.modules import find_device
+    from hetdpt.core.randomness import seeded
     from hetdpt.export.saved import open_model
-    from hetdpt.modules import find_device
-    from hetdpt.randomness import seeded
-    from hetdpt.studies.explanation import ExplainConfig, explain_into, numbers_beside, require_places
+    from hetdpt.studies.explain import ExplainConfig, explain_into, numbers_beside, require_places
 
     require_places(out, overwrite, [*image, *([Path(plan)] if plan else [])])
     if plan is None and (data or removal):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from hetdpt.cli.show import EVERY, Pace, clock, how_far, is_first_process
-from hetdpt.stages.events import Event
+from hetdpt.flow.stages.events import Event
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult

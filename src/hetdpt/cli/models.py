@@ -34,7 +34,7 @@ from hetdpt.cli.show import (
     print_speed,
     progress,
 )
-from hetdpt.plan import Plan
+from hetdpt.core.plan import Plan
 
 
 def inspect(
@@ -50,11 +50,11 @@ def inspect(
     quiet: Quiet = False,
 ) -> None:
     """Show the blocks of a model, what can be removed, and what it costs before and after."""
+    from hetdpt.core.modules import clone, find_device
     from hetdpt.export.saved import open_model
     from hetdpt.measurement.costs import Costs
     from hetdpt.measurement.speed import latency_table
-    from hetdpt.modules import clone, find_device
-    from hetdpt.surgery import merge_, place_, sites, survey_of
+    from hetdpt.surgery.remove import merge_, place_, sites, survey_of
 
     chosen, place = read_plan(plan) if plan else Plan(), find_device(device)
     network = open_model(model, weights=weights, num_classes=num_classes, img_size=img_size, is_empty=not latency)
@@ -100,11 +100,11 @@ def bench(
     quiet: Quiet = False,
 ) -> None:
     """Measure the speedup of a plan on this machine, dense and pruned taking turns."""
+    from hetdpt.core.modules import clone, find_device
     from hetdpt.export.saved import open_model
     from hetdpt.measurement.costs import Costs
     from hetdpt.measurement.speed import measure_throughput
-    from hetdpt.modules import clone, find_device
-    from hetdpt.surgery import merge_, place_, survey_of
+    from hetdpt.surgery.remove import merge_, place_, survey_of
 
     chosen = read_plan(plan)
     place = find_device(device)
@@ -146,14 +146,14 @@ def apply(
 ) -> None:
     """Remove the layers of a plan, merge what became linear, and save the smaller model."""
     from hetdpt.adapters.preprocessing import preprocessing_of
-    from hetdpt.calibration import calibrate_
+    from hetdpt.core.modules import clone, find_device
     from hetdpt.data.unlabelled import ImageBatches, open_images
     from hetdpt.export.saved import RECIPE, open_model, save
-    from hetdpt.files import require_new
     from hetdpt.measurement.agreement import relative_difference
     from hetdpt.measurement.costs import Costs
-    from hetdpt.modules import clone, find_device
-    from hetdpt.surgery import merge_, prune_, survey_of
+    from hetdpt.store.atomic import require_new
+    from hetdpt.surgery.calibrate import calibrate_
+    from hetdpt.surgery.remove import merge_, prune_, survey_of
 
     require_new(out, overwrite, RECIPE)
     chosen, place = with_removal(read_plan(plan), removal, "calibrated" if data else "plain"), find_device(device)

@@ -37,13 +37,13 @@ from hetdpt.cli.options import (
     workers_of,
 )
 from hetdpt.cli.show import note_random_weights, print_, print_json, stages, table
-from hetdpt.errors import PlanError
-from hetdpt.plan import KINDS, Kind
+from hetdpt.core.errors import PlanError
+from hetdpt.core.plan import KINDS, Kind
 
 if TYPE_CHECKING:
-    from hetdpt.insight.observe import Observations
+    from hetdpt.studies.heterogeneity import Observations
     from hetdpt.studies.observe import Observed
-    from hetdpt.surgery import Removal
+    from hetdpt.surgery.remove import Removal
 
 
 def observe(
@@ -84,10 +84,10 @@ def observe(
     quiet: Quiet = False,
 ) -> None:
     """Observe how attention and activation differ: gradients, and accuracy without each, before and after training."""
-    from hetdpt.collection.work import Workplace
+    from hetdpt.core.randomness import seeded
     from hetdpt.data.sources import open_data
     from hetdpt.export.saved import open_model
-    from hetdpt.randomness import seeded
+    from hetdpt.flow.collection.work import Workplace
     from hetdpt.studies.observe import ObserveConfig, observe_into, read_results
 
     if no_recovery and blocks is not None:
@@ -119,8 +119,8 @@ def observe(
 
 
 def _line(one: Observed) -> str:
-    from hetdpt.insight.observe import Asymmetry, Disparity
     from hetdpt.report.observation import spell
+    from hetdpt.studies.heterogeneity import Asymmetry, Disparity
 
     result, by = one.result, "" if one.is_own else " (done before, or by another process)"
     if isinstance(result, Disparity):

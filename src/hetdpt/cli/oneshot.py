@@ -27,7 +27,7 @@ from hetdpt.cli.options import (
 from hetdpt.cli.show import note_random_weights, print_, print_costs, print_json, print_speed, stages, table
 
 if TYPE_CHECKING:
-    from hetdpt.oneshot import OneShot, Step
+    from hetdpt.flow.oneshot import OneShot, Step
 
 
 def oneshot(
@@ -59,14 +59,14 @@ def oneshot(
     quiet: Quiet = False,
 ) -> None:
     """Remove the layers whose loss does the least damage, replaced by what fits them best; no labels, no training."""
+    from hetdpt.core.modules import find_device
+    from hetdpt.core.randomness import seeded
     from hetdpt.data.unlabelled import open_images
     from hetdpt.export.saved import RECIPE, open_model
-    from hetdpt.files import require_new
-    from hetdpt.modules import find_device
-    from hetdpt.oneshot import oneshot_into, partial_of
-    from hetdpt.randomness import seeded
-    from hetdpt.runs.run import Run
+    from hetdpt.flow.oneshot import oneshot_into, partial_of
     from hetdpt.selection.goal import OneShotConfig
+    from hetdpt.store.atomic import require_new
+    from hetdpt.store.run_directory import Run
 
     config = OneShotConfig(
         layers=layers,

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hetdpt.errors import ModelError, PlanError, PredictError, TrainError
-from hetdpt.files import parse_json
-from hetdpt.host import cores
-from hetdpt.plan import Plan
-from hetdpt.published import PREFIX, published_plan
+from hetdpt.core.errors import ModelError, PlanError, PredictError, TrainError
+from hetdpt.core.host import cores
+from hetdpt.core.plan import Plan
+from hetdpt.core.published import PREFIX, published_plan
+from hetdpt.store.atomic import parse_json
 
 if TYPE_CHECKING:
     from torch import nn
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from hetdpt.data.sources import Source
     from hetdpt.data.streams import Stream
     from hetdpt.data.unlabelled import ImageBatches
-    from hetdpt.predictor.polynomial import Row
-    from hetdpt.recovery import RecoverConfig
+    from hetdpt.selection.predictor.polynomial import Row
+    from hetdpt.training.recover import RecoverConfig
 
 Model = Annotated[
     str, typer.Argument(help="A timm name, hf:NAME (hub name, directory or model type), a saved directory, or demo.")
@@ -122,8 +122,8 @@ def with_removal(plan: Plan, removal: str | None, usual: str) -> Plan:
 
 def open_beside(model: str, beside: list[str], options: dict[str, Any]) -> dict[str, nn.Module]:
     """Return the models by name; those beside the first bring their own weights."""
+    from hetdpt.core.randomness import seeded
     from hetdpt.export.saved import open_model, saved_directory
-    from hetdpt.randomness import seeded
 
     for name in beside:
         if saved_directory(name) is None:
@@ -175,8 +175,8 @@ def read_rounds(text: str) -> tuple[int, int, int]:
 
 def read_samples(samples: Path, network: nn.Module) -> list[Row]:
     """Return the samples in a file or a directory of hetdpt collect; what is of another model is refused."""
-    from hetdpt.collection.collect import read_samples
-    from hetdpt.surgery import survey_of
+    from hetdpt.flow.collection.collect import read_samples
+    from hetdpt.surgery.remove import survey_of
 
     return read_samples(samples, survey_of(network).anatomy.blocks)
 
@@ -188,7 +188,7 @@ def given_settings(context: typer.Context) -> dict[str, Any]:
 
 
 def config_of(recipe: str, given: dict[str, Any], settings: list[str] | None) -> RecoverConfig:
-    from hetdpt.recipes import recipe as recipe_called
+    from hetdpt.flow.recipes import recipe as recipe_called
 
     config = recipe_called(recipe).config
     if "training.lr" in given:

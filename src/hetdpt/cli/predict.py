@@ -25,15 +25,15 @@ from hetdpt.cli.options import (
 )
 from hetdpt.cli.prediction import PREDICT, SHOWN, Prediction, print_prediction, write_prediction
 from hetdpt.cli.show import print_json, stages
-from hetdpt.errors import PredictError
-from hetdpt.files import parse_json
-from hetdpt.predictor.prices import Amount, read_amount
+from hetdpt.core.errors import PredictError
+from hetdpt.measurement.prices import Amount, read_amount
+from hetdpt.store.atomic import parse_json
 
 if TYPE_CHECKING:
-    from hetdpt.plan import Budget, Sample
-    from hetdpt.predictor.allocate import Allocation
-    from hetdpt.predictor.polynomial import Predictor
-    from hetdpt.predictor.prices import Prices
+    from hetdpt.core.plan import Budget, Sample
+    from hetdpt.measurement.prices import Prices
+    from hetdpt.selection.predictor.allocate import Allocation
+    from hetdpt.selection.predictor.polynomial import Predictor
 
 RUN = "run.json"  # of a directory of hetdpt collect
 
@@ -77,10 +77,10 @@ def predict(
     quiet: Quiet = False,
 ) -> None:
     """Predict the accuracy without so many layers of each kind, and choose how many go for a budget."""
-    from hetdpt.files import require_new
-    from hetdpt.predictor.allocate import frontier
-    from hetdpt.predictor.polynomial import fit_predictor
-    from hetdpt.predictor.rows import read_rows, samples_file
+    from hetdpt.selection.predictor.allocate import frontier
+    from hetdpt.selection.predictor.polynomial import fit_predictor
+    from hetdpt.selection.predictor.rows import read_rows, samples_file
+    from hetdpt.store.atomic import require_new
 
     given = {"macs": macs, "params": params, "layers": layers, "speedup": speedup}
     wanted = {name: read_amount(f"--{name}", value) for name, value in given.items() if value is not None}
@@ -140,9 +140,9 @@ class Recheck:
 
     def decide(self, samples: Path, allocation: Allocation, is_quiet: bool, is_silent: bool) -> Allocation:
         """Return the allocation after the best splits were measured by a longer run."""
-        from hetdpt.collection.collect import recheck_into
-        from hetdpt.collection.work import Workplace
         from hetdpt.data.sources import open_data
+        from hetdpt.flow.collection.collect import recheck_into
+        from hetdpt.flow.collection.work import Workplace
 
         assert self.data is not None
         budgets = [split.budget for split in allocation.table[: self.count]]
@@ -198,7 +198,7 @@ def _read_run(samples: Path) -> dict[str, Any]:
 
 def _read_prices(samples: Path, file: Path | None) -> Prices | None:
     """Return the prices in ``file`` or, where none is given, those beside the samples, if there are any."""
-    from hetdpt.predictor.prices import PRICES_FILE, Prices
+    from hetdpt.measurement.prices import PRICES_FILE, Prices
 
     if file is None:
         file = samples / PRICES_FILE
@@ -212,10 +212,10 @@ def _read_prices(samples: Path, file: Path | None) -> Prices | None:
 
 def _measure(model: str, sizes: dict[str, Any], place: dict[str, Any], blocks: int, is_quiet: bool) -> Prices:
     """Return the prices of ``model`` on this device."""
+    from hetdpt.core.modules import find_device
     from hetdpt.export.saved import open_model
-    from hetdpt.modules import find_device
-    from hetdpt.predictor.pricing import measure_prices
-    from hetdpt.surgery import survey_of
+    from hetdpt.selection.predictor.pricing import measure_prices
+    from hetdpt.surgery.remove import survey_of
 
     network = open_model(model, **sizes).to(find_device(place["device"]))
     found = survey_of(network).anatomy.blocks
@@ -226,7 +226,7 @@ def _measure(model: str, sizes: dict[str, Any], place: dict[str, Any], blocks: i
 
 
 def _allocate(predictor: Predictor, wanted: dict[str, Amount], prices: Prices | None) -> Allocation:
-    from hetdpt.predictor.allocate import allocate
+    from hetdpt.selection.predictor.allocate import allocate
 
     dense = {"macs": prices.dense.macs, "params": prices.dense.params} if prices else {}
     limits: dict[str, Any] = {name: amount.of(dense.get(name)) for name, amount in wanted.items()}

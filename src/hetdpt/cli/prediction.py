@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from hetdpt.cli.show import print_, table
-from hetdpt.predictor.prices import UNITS
+from hetdpt.measurement.prices import UNITS
 
 if TYPE_CHECKING:
-    from hetdpt.predictor.allocate import Allocation, Split
-    from hetdpt.predictor.polynomial import Predictor
-    from hetdpt.predictor.prices import Prices
+    from hetdpt.measurement.prices import Prices
+    from hetdpt.selection.predictor.allocate import Allocation, Split
+    from hetdpt.selection.predictor.polynomial import Predictor
 
 PREDICT = "predict.json"  # by which a directory of ours is known
 SHOWN = 20  # rows of a table
@@ -47,9 +47,9 @@ class Prediction:
 
 def write_prediction(found: Prediction, out: Path, overwrite: bool) -> None:
     """Write all of it to the directory ``out``, at once."""
-    from hetdpt.files import new_directory
-    from hetdpt.predictor.prices import PRICES_FILE
+    from hetdpt.measurement.prices import PRICES_FILE
     from hetdpt.report.frontier import draw, write_csv
+    from hetdpt.store.atomic import new_directory
 
     best = found.allocation.best if found.allocation else None
     with new_directory(out, PREDICT, overwrite) as scratch:
@@ -95,7 +95,7 @@ def _print_fit(predictor: Predictor) -> None:
 
 def _print_allocation(allocation: Allocation, most: int | None) -> None:
     """Print the table of splits that meet the budget, and the one to take."""
-    from hetdpt.predictor.allocate import DRAWS
+    from hetdpt.selection.predictor.allocate import DRAWS
 
     _print_splits(f"what to remove for {allocation.wanted}, by prediction", allocation.table, most, is_choice=True)
     best = allocation.best

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from hetdpt.cli.options import Overwrite
-from hetdpt.errors import FileError
+from hetdpt.core.errors import FileError
 
 
 def report(

@@ -34,11 +34,11 @@ from hetdpt.cli.options import (
 )
 from hetdpt.cli.select import NAMES
 from hetdpt.cli.show import is_first_process, print_, print_json, table
-from hetdpt.plan import KINDS
+from hetdpt.core.plan import KINDS
 
 if TYPE_CHECKING:
-    from hetdpt.config import RunConfig
-    from hetdpt.stages.summary import Summary
+    from hetdpt.flow.config import RunConfig
+    from hetdpt.flow.stages.summary import Summary
 
 COLUMNS = ("method", "accuracy", "params", "macs", "ms", "speedup")
 TRAININGS = ("collection", "search", "recovery")
@@ -132,7 +132,7 @@ def run(
     quiet: Quiet = False,
 ) -> None:
     """Make a model faster: sample, split the budget, choose layers, recover, merge, measure, save, report."""
-    from hetdpt.config import RunConfig
+    from hetdpt.flow.config import RunConfig
 
     given = {name: value for name, value in context.params.items() if value is not None}
     asked = RunConfig.resolve(recipe=recipe, file=config, changes=_changes(given, config))
@@ -171,14 +171,14 @@ def _changes(given: dict[str, Any], file: Path | None) -> dict[str, Any]:
 
 def _is_run(folder: Path) -> bool:
     """Whether the file that was given for settings is that of a run."""
-    from hetdpt.runs.stages import FLOW
+    from hetdpt.store.stage_directory import FLOW
 
     return (folder / FLOW).is_file()
 
 
 def do(asked: RunConfig, redo: str | None, until: str | None, as_json: bool, quiet: bool) -> None:
     """Do a run and print what it came to."""
-    from hetdpt.pipeline import run as run_all
+    from hetdpt.flow.pipeline import run as run_all
 
     with live(quiet, as_json) as watch:
         found = run_all(asked, redo=redo, until=until, watch=watch)
@@ -193,12 +193,12 @@ def do(asked: RunConfig, redo: str | None, until: str | None, as_json: bool, qui
 
 def _print(found: Summary, out: Path) -> None:
     """Print the dense model, the pruned one and those of other methods in a table, and where all of it is."""
+    from hetdpt.flow.stages.outcome import ONNX, SAVED
     from hetdpt.report.commands import further
     from hetdpt.report.headline import title
     from hetdpt.report.run import RunRecord
     from hetdpt.report.words import place, widths
     from hetdpt.report.write import REPORTS
-    from hetdpt.stages.outcome import ONNX, SAVED
 
     print_(_table(found, out))
     record = RunRecord.read(out)
@@ -224,7 +224,7 @@ def _print(found: Summary, out: Path) -> None:
 def _table(found: Summary, out: Path) -> Any:
     """Return the table of all models."""
     from hetdpt.report.words import amount, milliseconds, percent, times
-    from hetdpt.runs.stages import read_stages
+    from hetdpt.store.stage_directory import read_stages
 
     rows = table("what it came to", "", "accuracy", "params", "MACs", "of a batch", "speedup")
     models = [("dense", found.dense_accuracy, found.dense_params, found.dense_macs, found.dense_ms, 1.0)]

@@ -26,8 +26,8 @@ from hetdpt.cli.options import (
 from hetdpt.cli.show import note_random_weights, print_, stages, table
 
 if TYPE_CHECKING:
-    from hetdpt.insight.scan import Row, ScanTable
-    from hetdpt.plan import Kind, Site
+    from hetdpt.core.plan import Kind, Site
+    from hetdpt.studies.scan import Row, ScanTable
 
 SCAN = "scan.json"  # by which a directory of ours is known
 TIMED_BY_ITSELF = ("skip", "linear")  # and all of FFNs; a constant costs what a skip does
@@ -56,12 +56,12 @@ def scan(
     quiet: Quiet = False,
 ) -> None:
     """Show what each layer is worth: the damage of each way to remove it, and what it saves; no labels, no training."""
+    from hetdpt.core.modules import find_device
+    from hetdpt.core.randomness import seeded
     from hetdpt.data.unlabelled import open_images
     from hetdpt.export.saved import open_model
-    from hetdpt.files import require_new
-    from hetdpt.insight.scan import scan as scan_
-    from hetdpt.modules import find_device
-    from hetdpt.randomness import seeded
+    from hetdpt.store.atomic import require_new
+    from hetdpt.studies.scan import scan as scan_
 
     if out is not None:
         require_new(out, overwrite, SCAN)
@@ -89,8 +89,8 @@ def _silent(_: str) -> None:
 
 
 def _write(found: ScanTable, out: Path, overwrite: bool) -> None:
-    from hetdpt.files import new_directory
     from hetdpt.report.scan import draw, write_csv
+    from hetdpt.store.atomic import new_directory
 
     with new_directory(out, SCAN, overwrite) as scratch:
         (scratch / SCAN).write_text(found.to_json() + "\n", encoding="utf-8")

@@ -37,15 +37,15 @@ from hetdpt.cli.options import (
     workers_of,
 )
 from hetdpt.cli.show import is_first_process, note_random_weights, print_json, stages
-from hetdpt.errors import PlanError
-from hetdpt.plan import KINDS, Budget
+from hetdpt.core.errors import PlanError
+from hetdpt.core.plan import KINDS, Budget
 from hetdpt.selection.methods import METHODS, method_called
 
 if TYPE_CHECKING:
     from torch import nn
 
     from hetdpt.selection.importance import Picked
-    from hetdpt.surgery import Removal
+    from hetdpt.surgery.remove import Removal
 
 NAMES = ", ".join(METHODS)
 Candidates = Annotated[
@@ -99,11 +99,11 @@ def select(
     quiet: Quiet = False,
 ) -> None:
     """Choose which layers go, and write them as a plan; hetdpt compare tries all methods."""
+    from hetdpt.core.randomness import seeded
     from hetdpt.data.sources import open_data
     from hetdpt.export.saved import open_model
-    from hetdpt.keeping import select_into
-    from hetdpt.randomness import seeded
-    from hetdpt.recipes import recipe as recipe_called
+    from hetdpt.flow.recipes import recipe as recipe_called
+    from hetdpt.flow.resumable import select_into
     from hetdpt.selection.select import SelectConfig
     from hetdpt.training.processes import start
 
@@ -163,7 +163,7 @@ def read_budget(
     removal: Removal,
 ) -> Budget | int:
     """Return how many layers go: of each kind where both are known, else in all; ``PlanError`` for contradictions."""
-    from hetdpt.predictor.pricing import split_layers
+    from hetdpt.selection.predictor.pricing import split_layers
 
     is_split = split != (None, None)
     if is_split == (layers is not None):

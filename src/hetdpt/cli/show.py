@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from hetdpt.plan import Plan
+from hetdpt.core.plan import Plan
 
 if TYPE_CHECKING:
     from hetdpt.measurement.costs import Costs

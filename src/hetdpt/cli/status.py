@@ -21,7 +21,7 @@ def status(
 
     from hetdpt.report.status import read_status
     from hetdpt.report.words import duration
-    from hetdpt.runs.stages import CONFIG
+    from hetdpt.store.stage_directory import CONFIG
 
     found = read_status(run)
     if as_json:

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from multiprocessing import active_children
 from types import FrameType
 
-from hetdpt.errors import DataError
+from hetdpt.core.errors import DataError
 
 IS_POSIX = hasattr(signal, "SIGALRM")  # Windows has neither alarms nor a signal for a child that ends
 AGAIN, GRACE = 0.01, 0.5  # seconds until a stop that was lost is tried again; that a signal may take to get here

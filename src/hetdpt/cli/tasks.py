@@ -34,12 +34,12 @@ from hetdpt.cli.options import (
     workers_of,
 )
 from hetdpt.cli.show import epoch_line, is_first_process, print_json, progress, warn_of, watching
-from hetdpt.errors import FileError, ModelError, TrainError
+from hetdpt.core.errors import FileError, ModelError, TrainError
 
 if TYPE_CHECKING:
+    from hetdpt.core.plan import Plan
     from hetdpt.data.annotated import AnnotatedData
-    from hetdpt.downstream.learning import LearnConfig
-    from hetdpt.plan import Plan
+    from hetdpt.tasks.learning import LearnConfig
 
 PACKAGES = ("transformers", "torchmetrics", "pycocotools")
 """What the extra ``downstream`` brings."""
@@ -118,7 +118,7 @@ def _require_packages(task: str) -> None:
 
 
 def _config(task: str, size: str | None, given: dict[str, Any], settings: list[str] | None) -> LearnConfig:
-    from hetdpt.downstream.learning import LearnConfig
+    from hetdpt.tasks.learning import LearnConfig
 
     changes = {**given, **read_settings(settings)}
     if "training.lr" in changes:
@@ -155,11 +155,11 @@ def _train(
     as_json: bool,
     quiet: bool,
 ) -> None:
-    from hetdpt.downstream.run import learn_into
-    from hetdpt.downstream.tasks import task_called
+    from hetdpt.core.randomness import seeded
     from hetdpt.export.saved import open_model
-    from hetdpt.randomness import seeded
-    from hetdpt.runs.run import SUMMARY, summary_of
+    from hetdpt.store.run_directory import SUMMARY, summary_of
+    from hetdpt.tasks.run import learn_into
+    from hetdpt.tasks.table import task_called
 
     metric, is_silent = task_called(config.task).metric, as_json or not is_first_process()
     opened: AnnotatedData = task_called(config.task).open(data)
@@ -187,9 +187,9 @@ def _train(
 def _eval(
     task: str, directory: Path, data: str, batch_size: int, workers: int, device: str | None, as_json: bool, quiet: bool
 ) -> None:
-    from hetdpt.downstream.learning import score
-    from hetdpt.downstream.saved import TASK, load_task
-    from hetdpt.downstream.tasks import task_called
+    from hetdpt.tasks.learning import score
+    from hetdpt.tasks.saved import TASK, load_task
+    from hetdpt.tasks.table import task_called
 
     found = next((place for place in (directory, directory / "best") if (place / TASK).is_file()), None)
     if found is None:

@@ -31,15 +31,15 @@ from hetdpt.cli.options import (
     workers_of,
 )
 from hetdpt.cli.show import note_random_weights, print_, print_json, stages, table
-from hetdpt.errors import MeasureError
+from hetdpt.core.errors import MeasureError
 from hetdpt.report.tokens import name_of
 from hetdpt.report.words import amount
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from hetdpt.collection.work import Workplace
     from hetdpt.data.sources import Data
+    from hetdpt.flow.collection.work import Workplace
     from hetdpt.studies.tokens import Done, TokensConfig
 
 
@@ -76,11 +76,11 @@ def tokens(
     quiet: Quiet = False,
 ) -> None:
     """Reduce the tokens of a model, without training: what is left of its costs, its speed and its accuracy."""
-    from hetdpt.collection.work import Workplace
-    from hetdpt.combine.tokens import reduce_tokens_
     from hetdpt.data.sources import open_data
     from hetdpt.export.saved import RECIPE, save
-    from hetdpt.files import require_new
+    from hetdpt.flow.collection.work import Workplace
+    from hetdpt.reduce.tokens.reduce import reduce_tokens_
+    from hetdpt.store.atomic import require_new
     from hetdpt.studies.tokens import FIGURE, RESULTS, TABLE, TokensConfig, measure_tokens
 
     numbers = read_numbers("--r", "how many tokens go, such as 8 or 0,4,8", r)

@@ -42,12 +42,12 @@ from hetdpt.cli.options import (
     workers_of,
 )
 from hetdpt.cli.show import epoch_line, is_first_process, print_, print_json, progress, table, warn_of, watching
-from hetdpt.errors import TrainError
+from hetdpt.core.errors import TrainError
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from hetdpt.recovery import RecoverConfig
+    from hetdpt.training.recover import RecoverConfig
 
 
 def eval_(
@@ -129,8 +129,8 @@ def train(
     quiet: Quiet = False,
 ) -> None:
     """Train a model on labelled images."""
+    from hetdpt.core.randomness import seeded
     from hetdpt.export.saved import open_model
-    from hetdpt.randomness import seeded
 
     if any(setting.startswith("distillation.") for setting in settings or ()):
         raise TrainError("train has no teacher to distil from; use hetdpt recover MODEL --teacher TEACHER")
@@ -190,10 +190,10 @@ def recover(
     """Train a pruned model back to accuracy, with the dense model as its teacher, then merge and save it."""
     from copy import deepcopy
 
+    from hetdpt.core.randomness import seeded
     from hetdpt.export.saved import open_model, saved_directory
-    from hetdpt.keeping import CALIBRATION
-    from hetdpt.randomness import seeded
-    from hetdpt.recipes import recipe as recipe_called
+    from hetdpt.flow.recipes import recipe as recipe_called
+    from hetdpt.flow.resumable import CALIBRATION
 
     given: dict[str, Any] = {"train_merged": True} if train_merged else {}
     given |= {"cache_teacher": True, "augmentation.fixed_views": True} if cache_teacher else {}
@@ -220,7 +220,7 @@ def recover(
 
 def recipes() -> None:
     """List the recipes: settings of the paper and ours, with what they are said to reach."""
-    from hetdpt.recipes import RECIPES
+    from hetdpt.flow.recipes import RECIPES
 
     rows = table("recipes", "name", "model", "accuracy", "hours", "hardware")
     for name, make in RECIPES.items():
@@ -241,9 +241,9 @@ def _run(
     quiet: bool,
 ) -> None:
     from hetdpt.data.sources import open_data
-    from hetdpt.keeping import recover_into
-    from hetdpt.runs.checkpoints import CHECKPOINTS
-    from hetdpt.runs.run import SUMMARY, summary_of
+    from hetdpt.flow.resumable import recover_into
+    from hetdpt.store.checkpoints import CHECKPOINTS
+    from hetdpt.store.run_directory import SUMMARY, summary_of
     from hetdpt.training.processes import start
 
     is_first, is_silent = is_first_process(), as_json or not is_first_process()

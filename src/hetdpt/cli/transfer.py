@@ -38,12 +38,12 @@ from hetdpt.cli.options import (
     workers_of,
 )
 from hetdpt.cli.show import note_random_weights, print_, print_json, stages, table
-from hetdpt.errors import MeasureError, PlanError
+from hetdpt.core.errors import MeasureError, PlanError
 from hetdpt.report.transfer import cells, columns, measured, places
 from hetdpt.report.words import amount, counted
 
 if TYPE_CHECKING:
-    from hetdpt.plan import Plan
+    from hetdpt.core.plan import Plan
     from hetdpt.studies.transfer import Done, TransferConfig
 
 RECIPE = "cifar100_transfer"
@@ -93,8 +93,8 @@ def transfer(
     quiet: Quiet = False,
 ) -> None:
     """Let a model, and pruned ones beside it, learn the classes of other images, and compare what they come to."""
-    from hetdpt.collection.work import Workplace
     from hetdpt.data.sources import open_data
+    from hetdpt.flow.collection.work import Workplace
     from hetdpt.studies.transfer import RESULTS, TABLE, transfer_into
 
     config = _config(context, mode, settings, calibration_images)

@@ -24,17 +24,17 @@ from hetdpt.cli.options import (
     Weights,
 )
 from hetdpt.cli.show import note_random_weights, print_, print_costs, print_json, stages, table
-from hetdpt.errors import DataError, ModelError, PlanError
-from hetdpt.predictor.prices import read_amount
+from hetdpt.core.errors import DataError, ModelError, PlanError
+from hetdpt.measurement.prices import read_amount
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from hetdpt.combine.scores import Sizes
-    from hetdpt.combine.width import Narrowed, WidthConfig
     from hetdpt.data.sources import Data
     from hetdpt.measurement.accuracy import Scores
     from hetdpt.measurement.costs import Costs
+    from hetdpt.reduce.width.narrow import Narrowed, WidthConfig
+    from hetdpt.reduce.width.scores import Sizes
 
 
 def width(
@@ -78,12 +78,12 @@ def width(
     quiet: Quiet = False,
 ) -> None:
     """Make a model narrower, dense or pruned: fewer channels, hidden features, heads and dimensions of heads."""
-    from hetdpt.combine.width import WidthConfig, narrow_to
+    from hetdpt.core.modules import clone, find_device
     from hetdpt.export.saved import RECIPE, open_model, save
-    from hetdpt.files import require_new
     from hetdpt.measurement.costs import Costs
-    from hetdpt.modules import clone, find_device
-    from hetdpt.surgery import merge_, survey_of
+    from hetdpt.reduce.width.narrow import WidthConfig, narrow_to
+    from hetdpt.store.atomic import require_new
+    from hetdpt.surgery.remove import merge_, survey_of
 
     config = WidthConfig(
         importance=importance,  # type: ignore[arg-type]  # the config says what it may be
@@ -195,7 +195,7 @@ def _scores(
 
 
 def _sizes(models: dict[str, nn.Module]) -> dict[str, Sizes]:
-    from hetdpt.combine.scores import sizes_of
+    from hetdpt.reduce.width.scores import sizes_of
 
     return {name: sizes_of(network) for name, network in models.items()}
 

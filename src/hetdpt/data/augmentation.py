@@ -11,7 +11,7 @@ from PIL import Image
 from torch import Tensor
 
 from hetdpt.adapters.preprocessing import MOST_PIXELS, Preprocessing
-from hetdpt.errors import DataError, first_line
+from hetdpt.core.errors import DataError, first_line
 
 Transform = Callable[[Image.Image], Tensor]
 

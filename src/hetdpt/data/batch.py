@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from hetdpt.errors import DataError
+from hetdpt.core.errors import DataError
 
 NOTHING = -1
 """The index of padding, and the label where there is no image."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hetdpt.errors import DataError
+from hetdpt.core.errors import DataError
 
 
 def check_classes(data_classes: int, model_classes: int) -> None:

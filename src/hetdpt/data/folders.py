@@ -8,8 +8,8 @@ from typing import Any
 
 from PIL.Image import Image
 
+from hetdpt.core.errors import DataError
 from hetdpt.data.listed import Listed, decode
-from hetdpt.errors import DataError
 
 SPLITS = {"train": ("train", "training"), "val": ("val", "validation", "valid", "eval", "test")}
 """What a split may be called, the best name first."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 
+from hetdpt.core.errors import DataError
 from hetdpt.data.sources import Data
 from hetdpt.data.streams import Stream
 from hetdpt.data.subset import Subset, balanced_order
-from hetdpt.errors import DataError
 
 HELD_OUT = 5  # the part of training images that is held out is one in so many
 

@@ -8,11 +8,11 @@ from itertools import islice
 from torch import Tensor
 
 from hetdpt.adapters.preprocessing import Preprocessing
+from hetdpt.core.errors import DataError
 from hetdpt.data.batches import EvaluationBatches
 from hetdpt.data.sources import Source
 from hetdpt.data.streams import Stream
 from hetdpt.data.subset import subset
-from hetdpt.errors import DataError
 
 
 class LabelledBatches:

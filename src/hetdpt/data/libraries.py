@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 from PIL.Image import Image
 
+from hetdpt.core.errors import DataError, first_line
 from hetdpt.data.folders import choose_split
 from hetdpt.data.listed import Listed, decode
-from hetdpt.errors import DataError, first_line
 
 CACHE = Path("~/.cache/hetdpt/data")
 """Where torchvision's datasets lie if no root is given."""

@@ -11,7 +11,7 @@ from typing import IO
 
 from PIL import Image
 
-from hetdpt.errors import DataError, first_line
+from hetdpt.core.errors import DataError, first_line
 
 
 @dataclass(frozen=True)

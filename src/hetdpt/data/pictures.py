@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from hetdpt.adapters.preprocessing import Preprocessing
+from hetdpt.core.errors import DataError, first_line
 from hetdpt.data.augmentation import evaluation_transform
 from hetdpt.data.listed import decode
 from hetdpt.data.unlabelled import images_in
 from hetdpt.data.views import in_mode, mode_of
-from hetdpt.errors import DataError, first_line
 
 
 def picture_files(names: Sequence[str | Path], first: int) -> list[Path]:

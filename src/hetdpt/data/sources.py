@@ -12,11 +12,11 @@ from typing import Any, Protocol
 import numpy as np
 from PIL.Image import Image
 
+from hetdpt.core.errors import DataError
 from hetdpt.data.digits import open_digits
 from hetdpt.data.folders import open_folder
 from hetdpt.data.libraries import open_hfds, open_torch
 from hetdpt.data.streams import Stream, open_wds
-from hetdpt.errors import DataError
 
 DEMO = "demo"
 

@@ -14,11 +14,11 @@ from torch import Tensor
 from torch.utils.data import DataLoader, default_collate
 
 from hetdpt.adapters.preprocessing import Preprocessing
+from hetdpt.core.errors import DataError
 from hetdpt.data.augmentation import Transform
 from hetdpt.data.batch import NOTHING, Batch, Share, check_label
 from hetdpt.data.streams import Stream, StreamViews
 from hetdpt.data.views import mode_of
-from hetdpt.errors import DataError
 
 
 class StreamTraining:

@@ -13,12 +13,12 @@ from PIL.Image import Image
 from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
+from hetdpt.core.errors import DataError, first_line
+from hetdpt.core.randomness import seeded
 from hetdpt.data.augmentation import Transform
 from hetdpt.data.folders import choose_split
 from hetdpt.data.views import in_mode
-from hetdpt.errors import DataError, first_line
-from hetdpt.files import parse_json
-from hetdpt.randomness import seeded
+from hetdpt.store.atomic import parse_json
 
 INFO = "_info.json"
 log = logging.getLogger(__name__)

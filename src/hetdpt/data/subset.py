@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from PIL.Image import Image
 
+from hetdpt.core.errors import DataError
 from hetdpt.data.streams import Stream
-from hetdpt.errors import DataError
 
 if TYPE_CHECKING:  # sources needs the order below for the demo set
     from hetdpt.data.sources import Source

@@ -13,6 +13,7 @@ from PIL.Image import Image
 from torch import Tensor
 
 from hetdpt.adapters.preprocessing import Preprocessing
+from hetdpt.core.errors import DataError
 from hetdpt.data.batch import NOTHING
 from hetdpt.data.batches import EvaluationBatches
 from hetdpt.data.folders import EXTENSIONS, SPLITS
@@ -20,7 +21,6 @@ from hetdpt.data.listed import Listed, decode
 from hetdpt.data.sources import DEMO, Source, open_data
 from hetdpt.data.streams import Stream
 from hetdpt.data.subset import Subset, balanced_order
-from hetdpt.errors import DataError
 
 KEPT = 1 << 30  # bytes of prepared images that are kept for the next time
 SCHEMES = ("torch", "hfds", "wds")

@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from hetdpt.adapters.preprocessing import Preprocessing
+from hetdpt.core.errors import DataError
+from hetdpt.core.randomness import seeded
 from hetdpt.data.augmentation import Transform
 from hetdpt.data.batch import NOTHING, Batch, check_label
-from hetdpt.errors import DataError
-from hetdpt.randomness import seeded
 
 TRIES = 20
 """After so many unreadable images in a row, training stops."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from torch import nn
 
 from hetdpt.adapters.models import Base
+from hetdpt.core.plan import Plan
 from hetdpt.measurement.costs import count_macs, count_params
-from hetdpt.plan import Plan
-from hetdpt.surgery import record_of
+from hetdpt.surgery.remove import record_of
 
 LESS_WIDTH = "It has lost width as well: heads, hidden features or channels."
 

@@ -11,9 +11,9 @@ from hetdpt.adapters.anatomy import survey
 from hetdpt.adapters.features import feature_net
 from hetdpt.adapters.models import BASE, SIZE, base_of, build
 from hetdpt.adapters.preprocessing import PREPROCESSING
-from hetdpt.errors import ModelError
-from hetdpt.modules import clone
-from hetdpt.surgery import RECORD, Record, gates_of, record_of, resurvey
+from hetdpt.core.errors import ModelError
+from hetdpt.core.modules import clone
+from hetdpt.surgery.remove import RECORD, Record, gates_of, record_of, resurvey
 
 
 def as_features(model: nn.Module, layers: Sequence[int] | int = 3) -> nn.Module:

@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from hetdpt.adapters.timm_hub import load_timm_weights, register_with_timm
-from hetdpt.errors import FileError, ModelError, first_line
+from hetdpt.core.errors import FileError, ModelError, first_line
 from hetdpt.export.features import as_features
 from hetdpt.export.saved import RECIPE, Recipe, load
 

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from hetdpt.adapters.models import input_size_of, unfuse_
-from hetdpt.errors import FileError, ModelError, first_line
-from hetdpt.files import require_new
+from hetdpt.core.errors import FileError, ModelError, first_line
+from hetdpt.core.modules import clone, evaluating, random_images
 from hetdpt.measurement.agreement import outputs_of
-from hetdpt.modules import clone, evaluating, random_images
-from hetdpt.surgery import gates_of, record_of
+from hetdpt.store.atomic import require_new
+from hetdpt.surgery.remove import gates_of, record_of
 
 BATCHES = (1, 3)  # one is traced with neither, so the batch is shown to be dynamic
 REARRANGING = {"Expand", "Reshape", "Transpose", "Slice", "Squeeze", "Unsqueeze", "Identity"}

@@ -22,19 +22,19 @@ from hetdpt.adapters.checkpoints import check_fit
 from hetdpt.adapters.models import SIZE, Base, base_of, create, input_size_of, rebuild, unfuse_
 from hetdpt.adapters.preprocessing import PREPROCESSING, Preprocessing, preprocessing_of
 from hetdpt.adapters.timm_hub import timm_config
-from hetdpt.combine.shapes import reshape_, widths_of
-from hetdpt.combine.tokens import reduce_tokens_
-from hetdpt.errors import FileError, HetDPTError, ModelError
+from hetdpt.core.errors import FileError, HetDPTError, ModelError
+from hetdpt.core.modules import clone
+from hetdpt.core.plan import Plan
+from hetdpt.core.reductions import Tokens, Widths
 from hetdpt.export.card import model_card
-from hetdpt.files import new_directory, read_sealed_json, sha256, write_sealed_json
 from hetdpt.measurement.agreement import relative_difference
-from hetdpt.modules import clone
-from hetdpt.plan import Plan
-from hetdpt.reductions import Tokens, Widths
-from hetdpt.surgery import gates_of, merge_blocks_, place_, record_of, resize_
+from hetdpt.reduce.tokens.reduce import reduce_tokens_
+from hetdpt.reduce.width.shapes import reshape_, widths_of
+from hetdpt.store.atomic import new_directory, read_sealed_json, sha256, write_sealed_json
+from hetdpt.surgery.remove import gates_of, merge_blocks_, place_, record_of, resize_
 
 RECIPE, WEIGHTS, CARD, TIMM_CONFIG = "hetdpt.json", "model.safetensors", "README.md", "config.json"
-DEMO, DEMO_DIRECTORY = "demo", Path(__file__).parent.parent / "demo_model"  # the model that comes with hetdpt
+DEMO, DEMO_DIRECTORY = "demo", Path(__file__).parent / "demo_model"  # the model that comes with hetdpt
 FORMAT = 1
 LARGEST_SIDE, MOST_TENSORS = 2**14, 5000
 """Pixels of a side, and tensors, that a file may say a model has."""

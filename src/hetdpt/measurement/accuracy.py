@@ -14,13 +14,13 @@ from torch.nn import functional as F
 from hetdpt.adapters.heads import logits_of
 from hetdpt.adapters.models import num_classes_of
 from hetdpt.adapters.preprocessing import preprocessing_of
+from hetdpt.core.errors import DataError
+from hetdpt.core.modules import evaluating, memory_advice
 from hetdpt.data.batches import EvaluationBatches, Share
 from hetdpt.data.fit import check_classes
 from hetdpt.data.sources import Data, open_data
 from hetdpt.data.subset import subset
-from hetdpt.errors import DataError
 from hetdpt.measurement.intervals import wilson_interval
-from hetdpt.modules import evaluating, memory_advice
 
 BATCH = 64
 Each = Callable[[Tensor, Tensor], None]

@@ -11,9 +11,9 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
 from hetdpt.adapters.models import num_classes_of
-from hetdpt.errors import ModelError
-from hetdpt.modules import checked, evaluating, random_images
-from hetdpt.variants import Probe
+from hetdpt.core.errors import ModelError
+from hetdpt.core.modules import checked, evaluating, random_images
+from hetdpt.surgery.prefix_cache import Probe
 
 
 def outputs_of(model: nn.Module, images: Tensor) -> list[Tensor]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hetdpt.host import processor
+from hetdpt.core.host import processor
 
 
 @dataclass(frozen=True)

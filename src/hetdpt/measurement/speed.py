@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from hetdpt.adapters.models import input_size_of
-from hetdpt.errors import MeasureError
-from hetdpt.modules import evaluating, random_images
-from hetdpt.plan import Measurement, Site
-from hetdpt.surgery import InputSize, Removal, merge_, ready, removable, survey_of, without
+from hetdpt.core.errors import MeasureError
+from hetdpt.core.modules import evaluating, random_images
+from hetdpt.core.plan import Measurement, Site
+from hetdpt.surgery.remove import InputSize, Removal, merge_, ready, removable, survey_of, without
 
 Progress = Callable[[int, int], None]
 """Called with (steps done, steps in all)."""

@@ -14,7 +14,7 @@ from hetdpt.report.scan import Look
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from hetdpt.studies.comparison import Comparison, Row, Summary
+    from hetdpt.flow.comparison.rows import Comparison, Row, Summary
 
 COLUMNS = (
     "layers", "method", "seed", "split", "attention", "activation", "removal", "start", "accuracy", "speedup",

@@ -11,15 +11,15 @@ from math import inf, isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hetdpt.plan import Budget
+from hetdpt.core.plan import Budget
 from hetdpt.report.panels import require_figure, tidy
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from hetdpt.predictor.allocate import Allocation, Split
-    from hetdpt.predictor.polynomial import Predictor
-    from hetdpt.predictor.prices import Prices
+    from hetdpt.measurement.prices import Prices
+    from hetdpt.selection.predictor.allocate import Allocation, Split
+    from hetdpt.selection.predictor.polynomial import Predictor
 
 # Never "accuracy": a table of predictions is not to be taken for one of samples.
 COLUMNS = ("attention", "activation", "layers", "predicted", "low", "high", "is_beyond", "macs", "params", "speedup")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
-from hetdpt.plan import KINDS
+from hetdpt.core.plan import KINDS
 from hetdpt.report.commands import commands, further
 from hetdpt.report.headline import balanced, confidence, difference, goal_line, lead, narrowed, title
 from hetdpt.report.run import RunRecord

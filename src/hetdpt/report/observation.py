@@ -6,14 +6,14 @@ import csv
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hetdpt.plan import KINDS, Kind, Plan
+from hetdpt.core.plan import KINDS, Kind, Plan
 from hetdpt.report.panels import require_figure
 from hetdpt.report.scan import FLOOR, draw_level, draw_line, finish, say, to_logarithm
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from hetdpt.insight.observe import Observations
+    from hetdpt.studies.heterogeneity import Observations
 
     Removal = str | tuple[str, str]
 

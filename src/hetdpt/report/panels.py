@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hetdpt.errors import FileError
+from hetdpt.core.errors import FileError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -8,9 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from hetdpt.plan import Budget, Kind, Site
-from hetdpt.predictor.prices import Prices
-from hetdpt.reductions import Tokens
+from hetdpt.core.plan import Budget, Kind, Site
+from hetdpt.core.reductions import Tokens
+from hetdpt.measurement.prices import Prices
 
 
 @dataclass(frozen=True)

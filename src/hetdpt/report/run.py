@@ -11,12 +11,12 @@ from typing import Any, TypeVar, get_args, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
-from hetdpt.errors import FileError
-from hetdpt.plan import Kind
+from hetdpt.core.errors import FileError
+from hetdpt.core.plan import Kind
 from hetdpt.report.results import Results, Summary
-from hetdpt.runs.asked import read_json
-from hetdpt.runs.stages import CONFIG, STAGE, STAGES, SUMMARY, StageRecord, read_flow, read_stages
-from hetdpt.settings_file import read_settings
+from hetdpt.store.config_diff import read_json
+from hetdpt.store.settings_file import read_settings
+from hetdpt.store.stage_directory import CONFIG, STAGE, STAGES, SUMMARY, StageRecord, read_flow, read_stages
 
 GOALS = ("layers", "speedup", "macs", "params")
 

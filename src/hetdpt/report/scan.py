@@ -13,8 +13,8 @@ from hetdpt.report.panels import require_figure
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from hetdpt.insight.scan import Row, ScanTable
-    from hetdpt.plan import Site
+    from hetdpt.core.plan import Site
+    from hetdpt.studies.scan import Row, ScanTable
 
 COLUMNS = (
     "kind", "block", "path", "is_gated", "style", "te", "r2", "damage", "is_replaceable", "macs_saved", "ms_saved",

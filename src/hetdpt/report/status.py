@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from hetdpt.reductions import Tokens
+from hetdpt.core.reductions import Tokens
 from hetdpt.report.results import (
     Allocation,
     Analysis,
@@ -24,8 +24,8 @@ from hetdpt.report.results import (
 )
 from hetdpt.report.run import RunRecord
 from hetdpt.report.words import amount, counted, duration, fewer, percent, place, times, widths
-from hetdpt.runs.alone import is_in_use
-from hetdpt.runs.stages import STAGES, StageRecord
+from hetdpt.store.lock import is_in_use
+from hetdpt.store.stage_directory import STAGES, StageRecord
 
 State = Literal["done", "running", "interrupted", "left", "not needed"]
 

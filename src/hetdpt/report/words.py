@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from math import isfinite
 from typing import Any
 
-from hetdpt.plan import Budget
-from hetdpt.reductions import Tokens
+from hetdpt.core.plan import Budget
+from hetdpt.core.reductions import Tokens
 from hetdpt.report.results import Analysis, Measured
 
 NONE = "–"  # where there is no number

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hetdpt.errors import FileError
-from hetdpt.files import require_new, written
+from hetdpt.core.errors import FileError
 from hetdpt.report.markdown import render_markdown
 from hetdpt.report.page import render
 from hetdpt.report.run import RunRecord
+from hetdpt.store.atomic import require_new, written
 
 REPORTS = {"html": "report.html", "markdown": "report.md", "json": "report.json"}
 

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hetdpt.calibration import variants_of
-from hetdpt.errors import DataError, ModelError, PlanError
+from hetdpt.core.errors import DataError, ModelError, PlanError
+from hetdpt.core.modules import Peeked, checked, clone, memory_advice, require_more_than_once
+from hetdpt.core.plan import Site
 from hetdpt.measurement.agreement import Damage
-from hetdpt.modules import Peeked, checked, clone, memory_advice, require_more_than_once
-from hetdpt.plan import Site
-from hetdpt.surgery import Removal, ready_for, removable
-from hetdpt.variants import MEMORY, Probe, Scan
+from hetdpt.surgery.calibrate import variants_of
+from hetdpt.surgery.prefix_cache import MEMORY, Probe, Scan
+from hetdpt.surgery.remove import Removal, ready_for, removable
 
 Progress = Callable[[int, int], None]
 """Called with (steps done, steps in all)."""

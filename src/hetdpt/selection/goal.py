@@ -9,11 +9,11 @@ from typing import Any
 
 from torch import nn
 
-from hetdpt.errors import PlanError
+from hetdpt.core.errors import PlanError
+from hetdpt.core.modules import clone
+from hetdpt.core.plan import KINDS, Kind, Plan, Site
 from hetdpt.measurement.speed import latency_table
-from hetdpt.modules import clone
-from hetdpt.plan import KINDS, Kind, Plan, Site
-from hetdpt.surgery import InputSize, Removal, place_, removable
+from hetdpt.surgery.remove import InputSize, Removal, place_, removable
 
 Progress = Callable[[int, int], None]
 """Called with (steps done, steps in all)."""
@@ -25,7 +25,7 @@ class OneShotConfig:
 
     >>> OneShotConfig(layers=4, speedup=1.2)
     Traceback (most recent call last):
-    hetdpt.errors.PlanError: say either how many layers go (--layers 4) or how much faster it is to be (--speedup 1.2)
+    hetdpt.core.errors.PlanError: give either --layers (such as 4) or --speedup (such as 1.2)
     """
 
     layers: int | None = None
@@ -43,7 +43,7 @@ class OneShotConfig:
 
     def __post_init__(self) -> None:
         if (self.layers is None) == (self.speedup is None):
-            raise PlanError("say either how many layers go (--layers 4) or how much faster it is to be (--speedup 1.2)")
+            raise PlanError("give either --layers (such as 4) or --speedup (such as 1.2)")
         if self.layers is not None and self.layers < 1:
             raise PlanError(f"at least 1 layer goes, not {self.layers}")
         if self.speedup is not None and not 1 < self.speedup < inf:

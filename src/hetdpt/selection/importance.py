@@ -23,10 +23,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from hetdpt.errors import PlanError
-from hetdpt.plan import Kind, Site
+from hetdpt.core.errors import PlanError
+from hetdpt.core.plan import Kind, Site
 from hetdpt.selection.schedule import due
-from hetdpt.surgery import gates_by_site
+from hetdpt.surgery.remove import gates_by_site
 from hetdpt.training.trainer import State
 
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Literal
 
-from hetdpt.errors import PlanError
-from hetdpt.plan import Kind
+from hetdpt.core.errors import PlanError
+from hetdpt.core.plan import Kind
 
 SplitBy = Literal["map", "joint", "attention", "activation"]
 Score = Literal["importance", "te", "damage", "random"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hetdpt.plan import Budget, Kind
+from hetdpt.core.plan import Budget, Kind
 
 FIRST_STAGE, GROWTH = 3, 2  # epochs at the paper's scale: stages of 3, 5, 7, ... (docs/method.md)
 

@@ -15,23 +15,23 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hetdpt.adapters.preprocessing import preprocessing_of
-from hetdpt.calibration import gate_fitted_, refit_gates_
+from hetdpt.core.errors import PlanError
+from hetdpt.core.modules import checked, clone
+from hetdpt.core.plan import KINDS, Budget, Kind, Plan, Site
 from hetdpt.data.augmentation import Augmentation
 from hetdpt.data.sources import Data, open_data
 from hetdpt.data.unlabelled import ImageBatches
-from hetdpt.entropy import greedy_order, require_offered, transfer_entropy
-from hetdpt.errors import PlanError
-from hetdpt.modules import checked, clone
-from hetdpt.plan import KINDS, Budget, Kind, Plan, Site
-from hetdpt.recovery import RecoverConfig, recover
 from hetdpt.selection.damage import Choice, choose, damage_of_each
+from hetdpt.selection.entropy import greedy_order, require_offered, transfer_entropy
 from hetdpt.selection.importance import Picked, Prior, Search
 from hetdpt.selection.methods import Method, Score, method_called
 from hetdpt.selection.schedule import removal_order
-from hetdpt.surgery import Removal, gates_by_site, known, place_, ready_for, removable
+from hetdpt.surgery.calibrate import gate_fitted_, refit_gates_
+from hetdpt.surgery.remove import Removal, gates_by_site, known, place_, ready_for, removable
 from hetdpt.training.config import TrainConfig
 from hetdpt.training.objective import Distillation
 from hetdpt.training.processes import start
+from hetdpt.training.recover import RecoverConfig, recover
 from hetdpt.training.trainer import Keeper, Progress
 
 StageProgress = Callable[[str, int, int], None]

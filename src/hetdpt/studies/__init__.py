@@ -1,1 +1,1 @@
-"""Whole questions about a model, each answered by a run directory that processes of one or several machines fill."""
+"""Analyses of a model that do not change it: scan, observations, relevance, transfer, tokens."""

@@ -23,22 +23,22 @@ from torch import nn
 
 from hetdpt.adapters.identity import fingerprint
 from hetdpt.adapters.preprocessing import preprocessing_of
-from hetdpt.claims import Claim, Job, work
-from hetdpt.collection.work import CLAIMS, STEPS, Claimed, Workplace
+from hetdpt.core.errors import DataError, PlanError
+from hetdpt.core.modules import clone, find_device
+from hetdpt.core.plan import KINDS, REMOVALS, Plan, Site
 from hetdpt.data.sources import Data, open_data
 from hetdpt.data.unlabelled import ImageBatches
-from hetdpt.errors import DataError, PlanError
-from hetdpt.files import keep_json, kept, write_json, written
-from hetdpt.insight.observe import Asymmetry, Disparity, Observations, accuracies_without, gradient_disparity
+from hetdpt.flow.collection.work import CLAIMS, STEPS, Claimed, Workplace
 from hetdpt.measurement.accuracy import evaluate
-from hetdpt.modules import clone, find_device
-from hetdpt.plan import KINDS, REMOVALS, Plan, Site
-from hetdpt.recovery import RecoverConfig
 from hetdpt.report.observation import draw, spell, write_csv
-from hetdpt.runs.checkpoints import CHECKPOINTS, Checkpoints
-from hetdpt.runs.metrics import EPOCH, METRICS, Metrics
-from hetdpt.runs.run import share
-from hetdpt.surgery import Removal, place_, removable
+from hetdpt.store.atomic import keep_json, kept, write_json, written
+from hetdpt.store.checkpoints import CHECKPOINTS, Checkpoints
+from hetdpt.store.metrics import EPOCH, METRICS, Metrics
+from hetdpt.store.queue import Claim, Job, work
+from hetdpt.store.run_directory import share
+from hetdpt.studies.heterogeneity import Asymmetry, Disparity, Observations, accuracies_without, gradient_disparity
+from hetdpt.surgery.remove import Removal, place_, removable
+from hetdpt.training.recover import RecoverConfig
 
 RESULTS, TABLE, FIGURE = "results.json", "results.csv", "results.png"
 Part = Literal["accuracy", "gradients", "layers"]

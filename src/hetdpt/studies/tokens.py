@@ -22,24 +22,24 @@ from torch import Tensor, nn
 from hetdpt.adapters.identity import fingerprint
 from hetdpt.adapters.models import input_size_of, num_classes_of
 from hetdpt.adapters.trace import dry_run
-from hetdpt.claims import Claim, Job, work
-from hetdpt.collection.work import CLAIMS, Workplace
-from hetdpt.combine.tokens import reduce_tokens_
+from hetdpt.core.errors import DataError, MeasureError, ModelError, PlanError
+from hetdpt.core.modules import clone, find_device
+from hetdpt.core.plan import Budget, Measurement
+from hetdpt.core.reductions import Tokens
 from hetdpt.data.fit import check_classes
 from hetdpt.data.sources import Data, open_data
 from hetdpt.data.subset import subset
-from hetdpt.errors import DataError, MeasureError, ModelError, PlanError
-from hetdpt.files import keep_json, write_json, written
+from hetdpt.flow.collection.work import CLAIMS, Workplace
 from hetdpt.measurement.accuracy import BATCH, evaluate
 from hetdpt.measurement.costs import Costs
 from hetdpt.measurement.speed import Ratio, measure_throughput
-from hetdpt.modules import clone, find_device
-from hetdpt.plan import Budget, Measurement
-from hetdpt.reductions import Tokens
+from hetdpt.reduce.tokens.reduce import reduce_tokens_
 from hetdpt.report.tokens import draw, write_csv
-from hetdpt.runs.run import share
+from hetdpt.store.atomic import keep_json, write_json, written
+from hetdpt.store.queue import Claim, Job, work
+from hetdpt.store.run_directory import share
 from hetdpt.studies.observe import read_measured
-from hetdpt.surgery import InputSize, known, ready, record_of, survey_of
+from hetdpt.surgery.remove import InputSize, known, ready, record_of, survey_of
 
 POINTS, SPEED = "points", "speed.json"
 RESULTS, TABLE, FIGURE = "tokens.json", "tokens.csv", "tokens.png"

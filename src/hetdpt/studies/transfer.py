@@ -29,31 +29,31 @@ from hetdpt.adapters.heads import with_head_
 from hetdpt.adapters.identity import fingerprint
 from hetdpt.adapters.models import input_size_of
 from hetdpt.adapters.preprocessing import preprocessing_of
-from hetdpt.claims import Claim, Job, work
-from hetdpt.collection.work import CLAIMS, Workplace
+from hetdpt.core.errors import DataError, MeasureError, ModelError
+from hetdpt.core.modules import clone, find_device
+from hetdpt.core.plan import KINDS, Budget, Plan
 from hetdpt.data.held_out import hold_out
 from hetdpt.data.sources import Data, Source, open_data
 from hetdpt.data.streams import Stream
 from hetdpt.data.subset import Subset, subset
-from hetdpt.downstream.features import Features, heads_in, take_features, with_classifier_
-from hetdpt.downstream.probe import STRENGTHS, LinearProbe, choose_strength, fit_probe
-from hetdpt.errors import DataError, MeasureError, ModelError
 from hetdpt.export.saved import RECIPE, load, require_savable, save
-from hetdpt.files import keep_json, write_json, written
-from hetdpt.keeping import CALIBRATION, pruned, recover_into
+from hetdpt.flow.collection.work import CLAIMS, Workplace
+from hetdpt.flow.comparison.rows import RIGHT, UNREAD, WRONG, Difference, difference_of
+from hetdpt.flow.recipes import cifar100_transfer
+from hetdpt.flow.resumable import CALIBRATION, pruned, recover_into
 from hetdpt.measurement.accuracy import BATCH, evaluate
 from hetdpt.measurement.costs import Costs
 from hetdpt.measurement.intervals import wilson_interval
-from hetdpt.modules import clone, find_device
-from hetdpt.plan import KINDS, Budget, Plan
-from hetdpt.recipes import cifar100_transfer
-from hetdpt.recovery import RecoverConfig, recover
 from hetdpt.report.observation import spell
 from hetdpt.report.tokens import write_csv
-from hetdpt.runs.run import share
-from hetdpt.studies.comparison import RIGHT, UNREAD, WRONG, Difference, difference_of
+from hetdpt.store.atomic import keep_json, write_json, written
+from hetdpt.store.queue import Claim, Job, work
+from hetdpt.store.run_directory import share
+from hetdpt.studies.features import Features, heads_in, take_features, with_classifier_
 from hetdpt.studies.observe import read_measured
-from hetdpt.surgery import merge_, place_, record_of
+from hetdpt.studies.probe import STRENGTHS, LinearProbe, choose_strength, fit_probe
+from hetdpt.surgery.remove import merge_, place_, record_of
+from hetdpt.training.recover import RecoverConfig, recover
 
 MODELS, RESULT, RESULTS, TABLE = "models", "result.json", "results.json", "results.csv"
 START, FEATURES, PROBED, TRAINING, LAST = "start", "features", "model", "training", "last"

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import torch
 
-from hetdpt.errors import FileError, TrainError
-from hetdpt.files import keep_json, kept
-from hetdpt.host import instructions, processor
+from hetdpt.core.errors import FileError, TrainError
+from hetdpt.core.host import instructions, processor
+from hetdpt.store.atomic import keep_json, kept
 
 PATIENCE = 600.0  # seconds; importing torch took 17 on a busy machine
 CRASHES = {-signal.SIGILL, -signal.SIGABRT, -signal.SIGFPE, -signal.SIGSEGV, 0xC000001D, 0xC0000005}

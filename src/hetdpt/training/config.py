@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hetdpt.errors import TrainError
+from hetdpt.core.errors import TrainError
 
 PRECISIONS = ("auto", "float32", "bfloat16", "float16")
 SCHEDULES = ("cosine", "constant", "poly", "step")

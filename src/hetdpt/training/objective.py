@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from hetdpt.adapters.heads import Classifier
 from hetdpt.adapters.models import num_classes_of
 from hetdpt.adapters.preprocessing import preprocessing_of
+from hetdpt.core.errors import TrainError
 from hetdpt.data.annotated import AnnotatedBatch
 from hetdpt.data.batches import Batch
-from hetdpt.errors import TrainError
 from hetdpt.training.config import TrainConfig
 
 KINDS = ("none", "hard", "soft")

@@ -9,8 +9,8 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, parse_flag_from_env
 
-from hetdpt.errors import TrainError
-from hetdpt.modules import find_device
+from hetdpt.core.errors import TrainError
+from hetdpt.core.modules import find_device
 from hetdpt.training.bfloat16 import runs_bfloat16
 
 __all__ = ["Accelerator", "is_sharded", "start"]

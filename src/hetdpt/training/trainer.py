@@ -29,9 +29,9 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from hetdpt.adapters.heads import Classifier
-from hetdpt.errors import TrainError
-from hetdpt.modules import memory_advice
-from hetdpt.randomness import seeded
+from hetdpt.core.errors import TrainError
+from hetdpt.core.modules import memory_advice
+from hetdpt.core.randomness import seeded
 from hetdpt.training.config import TrainConfig
 from hetdpt.training.processes import is_sharded
 

@@ -8,7 +8,7 @@ from math import ceil
 
 from markupsafe import Markup
 
-from hetdpt.plan import KINDS, Kind, Site
+from hetdpt.core.plan import KINDS, Kind, Site
 from hetdpt.report.pictures.svg import NARROW_BELOW, cross, drawing, mark, rectangle, text
 from hetdpt.report.results import Pick
 from hetdpt.report.run import RunRecord

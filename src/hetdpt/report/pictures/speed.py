@@ -9,7 +9,7 @@ from math import isfinite
 
 from markupsafe import Markup
 
-from hetdpt.plan import Budget
+from hetdpt.core.plan import Budget
 from hetdpt.report.comparison import LOOKS, OTHER
 from hetdpt.report.frontier import REACH
 from hetdpt.report.pictures.svg import (

@@ -8,7 +8,7 @@ from math import ceil
 
 from markupsafe import Markup
 
-from hetdpt.plan import Budget
+from hetdpt.core.plan import Budget
 from hetdpt.report.pictures.svg import Scale, cross, drawing, mark, rectangle, ring, text
 from hetdpt.report.results import Fit, Predicted, Results
 from hetdpt.report.run import RunRecord

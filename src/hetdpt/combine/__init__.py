@@ -1,1 +1,0 @@
-"""Depth together with width (Torch-Pruning) and with tokens (ToMe, GTP)."""

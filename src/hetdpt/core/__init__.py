@@ -1,0 +1,1 @@
+"""Values and algebra that every other package builds on: plans, gates, folding, errors."""

@@ -1,0 +1,247 @@
+"""What "removed" means: the modules that stand in for a removed layer, and the gate that chooses between the two.
+
+y = m f(x) + (1 - m) r(x) with a mask m of 0 or 1; the gradient of m goes straight to a learnable importance (paper,
+Eq. 1 and 6). No architecture and no budget is known here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hetdpt.core.errors import ModelError
+
+
+@dataclass(frozen=True)
+class OnDemand:
+    """None where the argument of that number is true, and nothing otherwise."""
+
+    number: int
+
+
+Extras = tuple[int | OnDemand | None, ...] | None
+
+
+class Removed(nn.Module):
+    """Stands where a layer was: takes any arguments and returns what the layer did, a tensor or a tuple.
+
+    ``extras`` say what follows the tensor in that tuple: an argument by its number, or None, always or on demand.
+    """
+
+    def __init__(self, extras: Extras = None) -> None:
+        super().__init__()
+        self.extras = extras
+
+    def replace(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        given = (*args, *kwargs.values())
+        y = self.replace(_first_tensor(given))
+        if self.extras is None:
+            return y
+        extras = [extra for extra in self.extras if not isinstance(extra, OnDemand) or given[extra.number]]
+        return y, *(given[extra] if isinstance(extra, int) else None for extra in extras)
+
+
+class Pass(Removed):
+    """Hands its input on: r(x) = x."""
+
+    def replace(self, x: Tensor) -> Tensor:
+        return x
+
+
+class Zero(Removed):
+    """Adds nothing to the residual stream: r(x) = 0, one number in memory whatever the shape."""
+
+    def replace(self, x: Tensor) -> Tensor:
+        return x.new_zeros(()).expand(x.shape)
+
+
+class Constant(Removed):
+    """Adds the same to the residual stream of every image: r(x) = c, one vector for all tokens or one for each.
+
+    ``shape`` is that of what the layer returned, without the images; sides of 1 stand for all places. A vector is kept
+    flat and under the name of a bias, so that it is no more subject to weight decay than a bias.
+    """
+
+    def __init__(self, bias: nn.Parameter, shape: tuple[int, ...], extras: Extras = None) -> None:
+        super().__init__(extras)
+        self.shape = shape
+        self.bias = bias
+
+    @property
+    def value(self) -> Tensor:
+        return self.bias.view(self.shape)
+
+    def replace(self, x: Tensor) -> Tensor:
+        if any(mine not in (1, side) for mine, side in zip(self.shape, x.shape[1:], strict=True)):
+            raise ModelError(
+                f"a layer of this model was replaced by values for tokens of shape {self.shape}, but came "
+                f"{tuple(x.shape[1:])}; give images of the size it was calibrated on, or use removal style 'constant'"
+            )
+        return self.value.to(x.dtype).expand(x.shape)
+
+
+class Mapped(Removed):
+    """Sends every token through one linear layer: r(x) = W x + b."""
+
+    def __init__(self, linear: nn.Module, extras: Extras = None) -> None:
+        super().__init__(extras)
+        self.linear = linear
+
+    def replace(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x)
+        return y
+
+
+class Gate(nn.Module):
+    """Runs a layer while open and its replacement once closed; a closed layer is not evaluated.
+
+    With a ``trial`` (images,) an open gate that trains answers with the replacement for those images for which it is
+    true, for once, and the gradient of m is that of these images, at m = 0. Under DistributedDataParallel the weights
+    of closed layers get no gradient: pass ``find_unused_parameters=True``.
+    """
+
+    def __init__(self, inner: nn.Module, removed: Removed, images_at: int = 0) -> None:
+        super().__init__()
+        self.images_at = images_at
+        """Which axis of what the layer gives has the images, or the windows of all images."""
+        self.was_inplace = bool(vars(inner).get("inplace"))
+        if self.was_inplace:  # the input is needed for r(x) after the layer ran
+            inner.inplace = False  # type: ignore[assignment]
+        self.inner = inner
+        self.removed = removed
+        self.importance = nn.Parameter(torch.zeros(()))
+        self.is_open = True
+        self.trial: Tensor | None = None
+        self.given: Tensor | None = None
+        """What the replacement is of, where that is not what ``inner`` is given; a ``Behind`` says it."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.is_open:
+            return self.removed(*args, **kwargs)
+        result = self.inner(*args, **kwargs)
+        if not torch.is_grad_enabled():
+            return result
+        kept = result[0] if isinstance(result, tuple) else result
+        y = StraightThrough.apply(kept, self._other(args, kwargs), self.importance, self._tried(kept))
+        return (y, *result[1:]) if isinstance(result, tuple) else y
+
+    def _other(self, args: Any, kwargs: Any) -> Tensor | None:
+        """Return r(x), None for 0."""
+        given, self.given = self.given, None
+        if isinstance(self.removed, Zero):
+            return None
+        return self.removed.replace(_first_tensor((*args, *kwargs.values())) if given is None else given)
+
+    def release(self) -> nn.Module:
+        """Return the layer as it was before."""
+        if self.was_inplace:
+            self.inner.inplace = True  # type: ignore[assignment]
+        return self.inner
+
+    def _tried(self, kept: Tensor) -> Tensor | None:
+        """Return which rows of ``kept`` (B, ...) or (B * windows, ...) are of images that the layer is closed for."""
+        if self.trial is None or not self.training:
+            return None
+        if kept.shape[self.images_at] % len(self.trial):
+            raise ModelError(
+                f"a layer gives {tuple(kept.shape)} for {len(self.trial)} images, which does not have the images "
+                "first, so it cannot be tried for some of them; search without trials (--no-explore)"
+            )
+        return per_image(self.trial.to(kept.device), kept, self.images_at)
+
+
+class Behind(nn.Module):
+    """Keeps a layer from running while the gate further down its branch is closed.
+
+    One that ``is_source`` tells the gate what it was given: what the replacement is of.
+    """
+
+    def __init__(self, inner: nn.Module, gate: Gate, extras: Extras = None, is_source: bool = False) -> None:
+        super().__init__()
+        self.inner = inner
+        self.gates = (gate,)  # a tuple, so that the gate is not registered a second time
+        self.passing = Pass(extras)
+        self.is_source = is_source
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        (gate,) = self.gates
+        if not gate.is_open:
+            return self.passing(*args, **kwargs)
+        if self.is_source and torch.is_grad_enabled():
+            gate.given = _first_tensor((*args, *kwargs.values()))
+        return self.inner(*args, **kwargs)
+
+    def release(self) -> nn.Module:
+        """Return the layer as it was before."""
+        return self.inner
+
+
+def is_removed(module: nn.Module) -> bool:
+    """Whether what stands at the place of a layer keeps it from running."""
+    if isinstance(module, Behind):
+        return is_removed(module.gates[0])
+    return not module.is_open if isinstance(module, Gate) else isinstance(module, Removed)
+
+
+class StraightThrough(torch.autograd.Function):
+    """f(x) itself, with d loss / d m = <d loss / d y, f(x) - r(x)> handed to the importance (paper, Eq. 6).
+
+    Returning f(x) unchanged keeps an open gate bit-equal to the ungated model and costs no arithmetic forward. Rows
+    that are ``tried`` are r(x) instead, and they alone give the importance its gradient.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, kept: Tensor, other: Tensor | None, importance: Tensor, tried: Tensor | None) -> Tensor:
+        ctx.save_for_backward(kept, other, tried)
+        if tried is None:
+            return kept.view_as(kept)
+        return torch.where(tried, kept.new_zeros(()) if other is None else other.to(kept.dtype), kept)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, Tensor, None]:
+        kept, other, tried = ctx.saved_tensors
+        (grad,) = grads
+        closed = grad if tried is None else grad * tried
+        score = _inner_product(closed, kept)
+        if other is not None:
+            score = score - _inner_product(closed, other)
+        if tried is None:
+            return grad, None, score, None
+        return grad * ~tried, None if other is None else closed.to(other.dtype), score, None
+
+
+def _inner_product(a: Tensor, b: Tensor) -> Tensor:
+    return torch.dot(a.flatten().float(), b.flatten().float())
+
+
+def per_image(values: Tensor, of: Tensor, images_at: int) -> Tensor:
+    """Return one value for each image (B,) so that it multiplies ``of``, which has images, or their windows, there."""
+    rows = values.repeat_interleave(of.shape[images_at] // len(values))
+    return rows.view(*[1] * images_at, -1, *[1] * (of.dim() - images_at - 1))
+
+
+def _first_tensor(values: tuple[Any, ...]) -> Tensor:
+    return next(value for value in values if isinstance(value, Tensor))
+
+
+class StreamGelu:
+    """Forward hook of the preset ``authors``: a GELU on what a block without attention and activation hands on.
+
+    On a gated block it acts while both ``gates`` are closed.
+    """
+
+    def __init__(self, gates: tuple[Gate, ...] = ()) -> None:
+        self.gates = gates
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if any(gate.is_open for gate in self.gates):
+            return output
+        if isinstance(output, tuple):
+            return nn.functional.gelu(output[0]), *output[1:]
+        return nn.functional.gelu(output)

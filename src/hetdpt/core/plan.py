@@ -1,0 +1,286 @@
+"""The values that stages exchange: frozen, comparable, with a JSON round trip. No torch here.
+
+``Plan`` is the keel: everything upstream makes one, everything downstream takes one, and a user may write one by hand.
+"""
+
+from __future__ import annotations
+
+import json
+import reprlib
+from collections import Counter
+from collections.abc import Collection
+from dataclasses import asdict, dataclass, field, fields
+from numbers import Integral
+from typing import Any, Literal
+
+from hetdpt.core.errors import PlanError
+
+Kind = Literal["attention", "activation"]
+KINDS: tuple[Kind, Kind] = ("attention", "activation")
+
+ATTENTION_STYLES = ("skip", "norm", "constant", "position", "linear")
+ACTIVATION_STYLES = ("identity", "calibrated", "drop")
+FITTED_STYLES = ("constant", "position", "linear", "calibrated")
+"""Those that are fitted on images (docs/oneshot.md)."""
+REMOVALS: dict[str, tuple[str, str]] = {
+    "plain": ("skip", "identity"),
+    "norm": ("norm", "identity"),
+    "authors": ("norm", "identity"),
+    "calibrated": ("constant", "calibrated"),
+}
+"""Named pairs (attention style, activation style). ``authors`` also puts a GELU on the residual stream after a block
+that lost both layers, as the release of the paper does."""
+
+
+@dataclass(frozen=True)
+class Site:
+    """One removable place of a model.
+
+    >>> Site("attention", 3, "blocks.3.attn").block
+    3
+    """
+
+    kind: Kind
+    block: int
+    path: str
+    """Where it is in the model: ``blocks.3.attn``."""
+    is_gated: bool = False
+    """Whether it is the activation of a gated FFN (SwiGLU), which has no exact linear form."""
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How many layers of each kind go."""
+
+    attention: int
+    activation: int
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One observed point of the accuracy surface; accuracy in percent."""
+
+    budget: Budget
+    accuracy: float
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """A number that knows how it was obtained.
+
+    >>> print(Measurement("throughput", 41.7, "img/s", "cpu", "float32", 8, spread=0.4))
+    throughput 41.7 ± 0.4 img/s (cpu, float32, batch 8)
+    """
+
+    name: str
+    value: float
+    unit: str
+    device: str
+    dtype: str
+    batch: int
+    spread: float = 0.0
+    """Half the interquartile range of the runs, in the same unit."""
+    runs: int = 1
+
+    def __str__(self) -> str:
+        where = f"({self.device}, {self.dtype}, batch {self.batch})"
+        return f"{self.name} {self.value:.4g} ± {self.spread:.2g} {self.unit} {where}"
+
+
+@dataclass(frozen=True)
+class Anatomy:
+    """What a plan must know of the model it was made for: how many blocks, how wide, what each offers."""
+
+    blocks: int
+    width: int
+    """Channels of the residual stream in the last block."""
+    attention: tuple[int, ...]
+    activation: tuple[int, ...]
+
+    def __str__(self) -> str:
+        counts = f"{len(self.attention)} attention and {len(self.activation)} activation sites"
+        return f"{self.blocks} blocks of width {self.width} with {counts}"
+
+
+@dataclass(frozen=True)
+class Fit:
+    """How well the replacement of one removed layer was fitted."""
+
+    kind: Kind
+    block: int
+    style: str
+    r2: float
+    """1 - E || y - r(x) ||^2 / E || y ||^2 for a layer y and its replacement r, on images r was not fitted on.
+
+    0 is as bad as leaving the layer out, 1 is perfect.
+    """
+    ridge: float | None = None
+    """The ridge that was best on images held out; None for constants."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which layers go, and how.
+
+    Indices are blocks, counted from 0; they are sorted and must not repeat.
+
+    >>> plan = Plan(attention=(10, 1), activation=(8,))
+    >>> plan.attention, len(plan), plan.styles
+    ((1, 10), 3, ('skip', 'identity'))
+    >>> Plan.from_json(plan.to_json()) == plan
+    True
+    """
+
+    attention: tuple[int, ...] = ()
+    activation: tuple[int, ...] = ()
+    removal: str | tuple[str, str] = "plain"
+    """A name from ``REMOVALS`` or an explicit (attention style, activation style)."""
+    anatomy: Anatomy | None = None
+    """The model it was made for; None fits any model that has these sites."""
+    fits: tuple[Fit, ...] = field(default=(), compare=False)
+    """How well fitted replacements fit, in the order in which they were fitted."""
+
+    def __post_init__(self) -> None:
+        for kind in KINDS:
+            object.__setattr__(self, kind, _blocks(kind, getattr(self, kind)))
+        object.__setattr__(self, "removal", _removal(self.removal))
+
+    def __len__(self) -> int:
+        return len(self.attention) + len(self.activation)
+
+    @property
+    def styles(self) -> tuple[str, str]:
+        """(attention style, activation style)."""
+        return REMOVALS[self.removal] if isinstance(self.removal, str) else self.removal
+
+    @property
+    def budget(self) -> Budget:
+        return Budget(len(self.attention), len(self.activation))
+
+    def removes(self, site: Site) -> bool:
+        """Whether this plan takes ``site`` away."""
+        return site.block in getattr(self, site.kind)
+
+    def style_of(self, kind: Kind) -> str:
+        return self.styles[KINDS.index(kind)]
+
+    @property
+    def fitted(self) -> tuple[str, ...]:
+        """Those of its styles that are fitted on images and that it has a use for."""
+        return tuple(self.style_of(kind) for kind in KINDS if getattr(self, kind) and self.is_fitted(kind))
+
+    @property
+    def is_any_fitted(self) -> bool:
+        """Whether one of its styles is fitted on images, of use or not."""
+        return any(self.is_fitted(kind) for kind in KINDS)
+
+    def is_fitted(self, kind: Kind) -> bool:
+        """Whether a removed layer of this kind is replaced by something that is fitted on images."""
+        return self.style_of(kind) in FITTED_STYLES
+
+    def check(self, anatomy: Anatomy) -> None:
+        """Raise ``PlanError`` unless every site of the plan exists in a model of this ``anatomy``."""
+        if self.anatomy not in (None, anatomy):
+            raise PlanError(
+                f"the plan was made for a model with {self.anatomy}, but this one has {anatomy}; "
+                "make a plan for this model, or drop 'anatomy' from the plan to apply it all the same"
+            )
+        for kind in KINDS:
+            offered = getattr(anatomy, kind)
+            for block in getattr(self, kind):
+                if block >= anatomy.blocks:
+                    raise PlanError(
+                        f"the plan removes {kind} {block} but this model has blocks 0-{anatomy.blocks - 1}; "
+                        "was it made for a deeper model?"
+                    )
+                if block not in offered:
+                    raise PlanError(
+                        f"the plan removes {kind} {block} but block {block} of this model offers no {kind} site; "
+                        f"those that do: {_spell(offered)}"
+                    )
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """Return the plan written in ``text``; ``PlanError`` says what is wrong with it."""
+        try:
+            values = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise PlanError(f"a plan is a JSON object, but this is not JSON ({error}); see Plan.to_json") from None
+        return cls.from_dict(values)
+
+    @classmethod
+    def from_dict(cls, values: Any) -> Plan:
+        known = {field.name for field in fields(cls)}
+        if not isinstance(values, dict):
+            raise PlanError(f"a plan is a JSON object with keys {_spell(sorted(known))}, not {type(values).__name__}")
+        if unknown := set(values) - known:
+            raise PlanError(f"a plan has the keys {_spell(sorted(known))}, not {_spell(sorted(unknown))}")
+        removal = values.get("removal", "plain")
+        return cls(
+            attention=values.get("attention", ()),
+            activation=values.get("activation", ()),
+            removal=tuple(removal) if isinstance(removal, list) else removal,
+            anatomy=_anatomy(values.get("anatomy")),
+            fits=_fits(values.get("fits", ())),
+        )
+
+
+def _spell(values: Any) -> str:
+    return ", ".join(str(value) for value in values) or "none"
+
+
+def _is_block(value: object) -> bool:
+    if isinstance(value, bool):
+        return False
+    return isinstance(value, Integral) and int(value) >= 0  # numpy's integers too
+
+
+def _blocks(kind: str, blocks: Any) -> tuple[int, ...]:
+    if not isinstance(blocks, Collection) or not all(_is_block(block) for block in blocks):
+        raise PlanError(
+            f"{kind} of a plan lists block numbers counted from 0, such as (1, 10), not {reprlib.repr(blocks)}"
+        )
+    twice = sorted(block for block, count in Counter(blocks).items() if count > 1)
+    if twice:
+        raise PlanError(f"the plan lists {kind} {_spell(twice)} more than once; name every block once")
+    return tuple(sorted(int(block) for block in blocks))
+
+
+def _removal(removal: object) -> str | tuple[str, str]:
+    if isinstance(removal, str) and removal in REMOVALS:
+        return removal
+    if isinstance(removal, tuple) and len(removal) == 2:
+        attention, activation = removal
+        if attention in ATTENTION_STYLES and activation in ACTIVATION_STYLES:
+            return attention, activation
+    raise PlanError(
+        f"removal is one of {_spell(REMOVALS)} or a pair (attention style of {_spell(ATTENTION_STYLES)}; "
+        f"activation style of {_spell(ACTIVATION_STYLES)}), not {removal!r}"
+    )
+
+
+def _fits(values: Any) -> tuple[Fit, ...]:
+    known = {field.name for field in fields(Fit)}
+    if not isinstance(values, list | tuple) or not all(isinstance(fit, dict) and set(fit) == known for fit in values):
+        raise PlanError(f"fits of a plan is a list of objects with the keys {_spell(sorted(known))}, not {values!r}")
+    for fit in values:
+        numbers = fit["r2"], 0.0 if fit["ridge"] is None else fit["ridge"]
+        is_fit = fit["kind"] in KINDS and _is_block(fit["block"]) and fit["style"] in FITTED_STYLES
+        if not is_fit or not all(isinstance(number, int | float) for number in numbers):
+            raise PlanError(f"fits of a plan have a kind, a block, a fitted style and numbers, not {fit!r}")
+    return tuple(Fit(**fit) for fit in values)
+
+
+def _anatomy(values: Any) -> Anatomy | None:
+    if values is None:
+        return None
+    known = [field.name for field in fields(Anatomy)]
+    if not isinstance(values, dict) or set(values) != set(known):
+        raise PlanError(f"anatomy of a plan is null or an object with the keys {_spell(known)}, not {values!r}")
+    sites = {kind: _blocks(kind, values[kind]) for kind in KINDS}
+    if not _is_block(values["blocks"]) or not _is_block(values["width"]):
+        raise PlanError(f"blocks and width of a plan's anatomy are whole numbers, not {values!r}")
+    return Anatomy(values["blocks"], values["width"], **sites)

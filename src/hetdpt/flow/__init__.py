@@ -1,0 +1,1 @@
+"""From a dense model to a faster one: the run and its stages, one-shot removal, sampling, comparison of methods."""

@@ -1,0 +1,1 @@
+"""A comparison of methods at equal budgets."""

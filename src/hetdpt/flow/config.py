@@ -1,0 +1,466 @@
+"""``RunConfig``: all that a run is asked for, in one typed value.
+
+A recipe says what to begin from, a file changes that, the command line changes both. Names are the same everywhere,
+with dots where a file has tables: ``recovery.training.epochs``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from difflib import get_close_matches
+from functools import cache
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from pydantic import TypeAdapter, ValidationError
+
+from hetdpt.core.errors import HetDPTError, PlanError, PredictError, TrainError
+from hetdpt.core.plan import Plan
+from hetdpt.core.reductions import read_tokens
+from hetdpt.data.sources import DEMO
+from hetdpt.flow.recipes import quick
+from hetdpt.flow.recipes import recipe as recipe_called
+from hetdpt.measurement.prices import Amount, Price, read_amount
+from hetdpt.reduce.width.narrow import WidthConfig
+from hetdpt.selection.methods import METHODS, method_called
+from hetdpt.selection.predictor.allocate import Wanted
+from hetdpt.selection.predictor.samples import CollectConfig
+from hetdpt.selection.select import SelectConfig
+from hetdpt.store.settings_file import read_settings, write_yaml
+from hetdpt.store.stage_directory import STAGES
+from hetdpt.surgery.remove import Removal
+from hetdpt.training.recover import RecoverConfig
+
+RECIPE = "recipe"  # the key of a file that names the settings to begin from
+NEEDED = ("model", "data", "out")
+ABOUT = "# What a run of hetdpt was asked for, every setting. The same again: hetdpt run --config THIS_FILE\n"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """What ``hetdpt.run`` is to do: from a dense model to a faster one, by a goal.
+
+    >>> RunConfig(model="demo", data="demo", out=Path("runs/demo"), layers=8).is_split
+    True
+    """
+
+    model: str
+    """A timm name, hf:NAME, a saved directory, or ``demo``, the model that comes with hetdpt."""
+    data: str
+    """A folder with train/ and val/, torch/cifar100, hfds/NAME, wds/FOLDER, or ``demo``."""
+    out: Path
+    """The run directory."""
+    weights: Path | None = None
+    """A checkpoint that fits the model exactly."""
+    pretrained: bool = False
+    """Whether the library's own weights are downloaded."""
+    num_classes: int | None = None
+    """Classes of the head; None as the model has them."""
+    img_size: int | None = None
+    """Side of the images in pixels; None as the model wants them."""
+    data_root: Path | None = None
+    """Where torch/, hfds/ and wds/ data is kept, and where a relative folder begins."""
+    download: bool = False
+    """Whether torch/ data that is not there is fetched."""
+    layers: int | None = None
+    """Goal: exactly so many layers go."""
+    speedup: float | None = None
+    """Goal: at least so many times faster, on this device."""
+    macs: float | str | None = None
+    """Goal: at most so many multiply-accumulates are left: 3.2e9, ``3.2G``, or ``70%`` of the dense model's."""
+    params: float | str | None = None
+    """Goal: at most so many parameters are left, written likewise."""
+    budget: tuple[int, int] | None = None
+    """Exactly so many attention layers and so many activations go: nothing is sampled, other goals are only checked."""
+    method: str = "hetdpt"
+    """How layers are chosen, a name from ``METHODS``."""
+    compare: tuple[str, ...] = ()
+    """Other methods, each with as many layers and the same fine-tuning."""
+    samples: Path | None = None
+    """A CSV of samples, or a directory of hetdpt collect, to split the budget by; None to collect them."""
+    removal: Removal = "calibrated"
+    """What removed layers leave behind: a name from ``plan.REMOVALS`` or (attention style, activation style)."""
+    images: int = 256
+    """Training images on which replacements are fitted and layers are compared."""
+    rounds: tuple[int, int, int] | None = None
+    """Of the chains attention, activation and interleaved; None in proportion to the blocks."""
+    collection: RecoverConfig = field(default_factory=lambda: quick().collection)
+    """The brief fine-tuning of each sample."""
+    search: RecoverConfig = field(default_factory=lambda: quick().search)
+    """How weights train while importances are learned."""
+    candidates: Literal["all", "te"] = "all"
+    """Which layers are searched: all, or twice as many as go, those of the least transfer entropy."""
+    explores: bool = True
+    """Whether the search begins with a scan and tries candidates closed."""
+    recovery: RecoverConfig = field(default_factory=lambda: quick().config)
+    """The fine-tuning at the end."""
+    plus: bool = False
+    """HetDPT+: layers go first, and then as much width as the goal needs beyond them."""
+    width: WidthConfig = field(default_factory=WidthConfig)
+    """How width goes."""
+    depths: tuple[int, ...] | None = None
+    """Numbers of layers to try with width for the rest; None for 0, a sixth, a third and half of those that can go."""
+    tokens: str | None = None
+    """How tokens are reduced in the model at the end, such as ``tome:8``; see ``reductions.read_tokens``."""
+    keep: Literal["last", "best", "ema"] = "last"
+    """Which model of the fine-tuning is kept: ``best`` is chosen by the validation images that it is reported on."""
+    onnx: bool = False
+    """Whether the model is written as ONNX too."""
+    device: str | None = None
+    """cpu, cuda, cuda:1 or mps; None for the fastest there is."""
+    workers: int = 0
+    """Processes that read images."""
+    minutes: float = 10.0
+    """Between two checkpoints."""
+    batch: int | None = None
+    """Images at once when speed is measured; None for 256 on a GPU, 8 on a CPU."""
+
+    def __post_init__(self) -> None:
+        self._settle()
+        self._require_goal()
+        self._require_methods()
+        self._require_width()
+        self._require_numbers()
+        _ = self.collect_config, self.select_config  # what they refuse is refused here
+
+    @property
+    def collect_config(self) -> CollectConfig:
+        """How accuracy is sampled."""
+        return CollectConfig(recovery=self.collection, rounds=self.rounds, removal=self.removal, images=self.images)
+
+    @property
+    def select_config(self) -> SelectConfig:
+        """How layers are chosen."""
+        return SelectConfig(
+            search=self.search,
+            removal=self.removal,
+            images=self.images,
+            candidates=self.candidates,
+            explores=self.explores,
+        )
+
+    @property
+    def is_split(self) -> bool:
+        """Whether the accuracy predictor splits the budget between the kinds of layers."""
+        return self.budget is None and self.layers != 0 and method_called(self.method).split == "map"
+
+    @property
+    def is_balanced(self) -> bool:
+        """Whether numbers of layers are tried to find what is left to width."""
+        return self.plus and self.is_split and self.layers is None
+
+    @property
+    def is_sampled(self) -> bool:
+        """Whether samples of accuracy are collected."""
+        return self.is_split and self.samples is None
+
+    @property
+    def sampled_layers(self) -> int | None:
+        """How many layers samples of accuracy are to reach; None where that is not known, or ``rounds`` say it."""
+        return self.layers if self.rounds is None else None
+
+    @property
+    def stages(self) -> tuple[str, ...]:
+        """The names of the stages that the run has, in order."""
+        is_needed = {
+            "collect": self.is_sampled,
+            "fit": self.is_split,
+            "allocate": self.is_split and not self.is_balanced,
+            "balance": self.is_balanced,
+            "narrow": self.plus,
+            "reduce": self.tokens is not None,
+            "compare": bool(self.compare),
+        }
+        return tuple(name for name in STAGES if is_needed.get(name, True))
+
+    @property
+    def wanted(self) -> Wanted:
+        """What a split has to meet, in numbers; parts of the dense model are such only after ``with_numbers``."""
+        if parts := [name for name, amount in self._amounts.items() if amount.is_part]:
+            raise PredictError(
+                f"{parts[0]} is a part of the dense model, whose costs are not known yet; count them first"
+            )
+        layers = sum(self.budget) if self.budget is not None else self.layers
+        return Wanted(layers, speedup=self.speedup, **{n: amount.value for n, amount in self._amounts.items()})
+
+    @property
+    def target(self) -> dict[str, float]:
+        """What width has to meet, in numbers: the one goal that is no number of layers."""
+        return {name: value for name, value in self.wanted.conditions.items() if name != "layers"}
+
+    def located(self) -> RunConfig:
+        """Return this config with whole paths, so that it means the same from any working directory."""
+        paths = {name: value for name, value in vars(self).items() if isinstance(value, Path)}
+        found: dict[str, Any] = {name: path.resolve() for name, path in paths.items()}
+        for name in ("model", "data") if self.data_root is None else ("model",):
+            folder = Path(getattr(self, name))
+            if str(folder) != DEMO and folder.is_dir():  # a folder called demo is not what that name means
+                found[name] = str(folder.resolve())
+        return replace(self, **found)
+
+    def with_numbers(self, dense: Price) -> RunConfig:
+        """Return this config with numbers for parts of the ``dense`` model.
+
+        >>> config = RunConfig(model="demo", data="demo", out=Path("runs/demo"), macs="70%")
+        >>> config.with_numbers(Price(macs=4e9, params=1e6)).macs
+        2800000000.0
+        """
+        numbers: dict[str, Any] = {name: amount.of(getattr(dense, name)) for name, amount in self._amounts.items()}
+        return replace(self, **numbers)
+
+    @classmethod
+    def resolve(
+        cls,
+        *,
+        recipe: str | None = None,
+        file: str | Path | None = None,
+        changes: Mapping[str, Any] | None = None,
+    ) -> RunConfig:
+        """Return what ``changes`` over a ``file`` over a ``recipe`` come to.
+
+        A file (.toml, .yaml or .yml) has the names of the fields, tables for ``collection``, ``search`` and
+        ``recovery``, and may name a ``recipe``; one given here takes the place of that, and ``quick`` is what there is
+        without any. Names in ``changes`` have dots. TOML cannot say null; YAML can.
+
+        >>> changes = {"model": "demo", "data": "demo", "out": "runs/demo", "layers": 8, "recovery.training.epochs": 2}
+        >>> RunConfig.resolve(changes=changes).recovery.training.epochs
+        2
+        """
+        written = _flat(read_settings(Path(file))) if file is not None else {}
+        named = written.pop(RECIPE, None)
+        if not isinstance(named, str | NoneType):
+            raise TrainError(f"{RECIPE} is {named!r}, but {_spell(str)} was expected")
+        begin = _settings_of(recipe or named or quick.__name__)
+        if recipe is not None and begin.keys() <= written.keys():
+            raise TrainError(f"{file} says all that the recipe {recipe} would say; leave one of them out")
+        given = written | _flat(changes or {})
+        missing = [name for name in NEEDED if given.get(name) is None]
+        values = {name: _checked(name, value) for name, value in given.items() if name not in missing}
+        if missing:
+            raise TrainError(f"a run needs {', '.join(missing)}; give it on the command line or in a file (--config)")
+        made: RunConfig = _made(cls, begin | values)
+        return made
+
+    def to_yaml(self) -> str:
+        """Return every setting as YAML, which ``resolve`` reads again."""
+        return ABOUT + write_yaml(asdict(self))
+
+    @property
+    def _amounts(self) -> dict[str, Amount]:
+        """How much may be left."""
+        given = {"macs": self.macs, "params": self.params}
+        return {name: read_amount(name, value) for name, value in given.items() if value is not None}
+
+    def _settle(self) -> None:
+        """Turn what stands for a value into it: texts for paths and numbers, lists for tuples; refuse other types."""
+        for name, value in vars(self).items():
+            if name not in _tables():
+                object.__setattr__(self, name, _checked(name, value))
+            elif not isinstance(value, _tables()[name]):
+                raise TrainError(f"{name} is {value!r}, but a {_tables()[name].__name__} was expected")
+        for name in ("macs", "params"):
+            if isinstance(value := getattr(self, name), str):
+                amount = read_amount(name, value)
+                object.__setattr__(self, name, "".join(value.split()) if amount.is_part else amount.value)
+
+    def _require_goal(self) -> None:
+        amounts = self._amounts
+        if not amounts and (self.layers, self.speedup, self.budget) == (None,) * 3:
+            raise PlanError(
+                "a run needs a goal: how many layers go (--layers 8), how much faster it is to be (--speedup 1.5), or "
+                "how much may be left (--macs 3G, --params 16M)"
+            )
+        least = 0 if self.plus else 1
+        if self.layers is not None and self.layers < least:
+            raise PlanError(f"at least {least} layer{'s' * (not least)} go{'es' * least}, not {self.layers}")
+        if self.speedup is not None and not self.speedup > 1:
+            raise PlanError(f"a speedup is above 1, such as 1.2, not {self.speedup:g}")
+        for name, amount in amounts.items():
+            if amount.is_part and amount.value > 100:
+                raise PlanError(f"{name} is {amount.value:g}% of the dense model; at most 100% was expected")
+        if amounts or (self.layers, self.speedup) != (None, None):
+            Wanted(self.layers, speedup=self.speedup, **{name: amount.value for name, amount in amounts.items()})
+
+    def _require_methods(self) -> None:
+        named = (self.method, *self.compare)
+        for name in named:
+            method_called(name)
+        if twice := [name for name in METHODS if named.count(name) > 1]:
+            raise PlanError(f"the method {twice[0]} is to be compared with itself; name every method once")
+        if self.is_split:
+            if self.samples is not None and self.rounds is not None:
+                raise PlanError("rounds say how samples are collected, but samples are given; leave one of them out")
+            return
+        if self.budget is not None:
+            return self._require_budget(self.budget)
+        if self.layers is None:
+            raise PlanError(
+                f"the method {self.method} takes so many layers, whatever they cost; give --layers, or a method that "
+                "splits a budget, such as hetdpt"
+            )
+        if split := [name for name in self.compare if method_called(name).split == "map"]:
+            raise PlanError(
+                f"{split[0]} splits its budget by samples of accuracy, which a run with the method {self.method} does "
+                f"not have; make {split[0]} the method, and compare {self.method}"
+            )
+        if strays := [name for name in ("samples", "rounds") if getattr(self, name) is not None]:
+            raise PlanError(f"the method {self.method} splits no budget, so there is no use for {' and '.join(strays)}")
+
+    def _require_width(self) -> None:
+        if self.tokens is not None:
+            read_tokens(self.tokens)
+            if "position" in Plan(removal=self.removal).styles:
+                raise PlanError(
+                    "the removal style 'position' leaves values for each place, and tokens that merge have none; use "
+                    "'constant', or leave out --tokens"
+                )
+        if not self.plus:
+            if self.depths is not None:
+                raise PlanError("depths are numbers of layers to try before width goes, but it does not; give --plus")
+            if replace(self.width, seed=0) != WidthConfig():
+                raise PlanError("width says how width goes (--round-to, ...), but it does not; give --plus")
+            return
+        goals = [name for name in ("macs", "params", "speedup") if getattr(self, name) is not None]
+        if len(goals) != 1:
+            raise PlanError(
+                f"with --plus width goes until one goal is met: --macs, --params or --speedup; "
+                f"{' and '.join(goals) or 'none of them'} was given"
+            )
+        if self.compare:
+            raise PlanError("other methods remove layers alone, so they are not compared where width goes too (--plus)")
+        if self.depths is not None and not self.is_balanced:
+            raise PlanError("depths are numbers of layers to try, but how many go is given; leave one of them out")
+        depths = self.depths if self.depths is not None else (0,)
+        if not depths or min(depths) < 0 or len(set(depths)) < len(depths):
+            raise PlanError(
+                f"depths are {depths}; numbers of layers from 0 on, each once, were expected, such as 0,4,8"
+            )
+
+    def _require_budget(self, budget: tuple[int, int]) -> None:
+        if min(budget) < 0 or not sum(budget):
+            raise PlanError(f"budget is {budget}; how many attention layers and how many activations go was expected")
+        if self.layers not in (None, sum(budget)):
+            raise PlanError(f"{self.layers} layers are to go, but the budget {budget} has {sum(budget)}; give one")
+        if method_called(self.method).split != "map":
+            raise PlanError(
+                f"a budget says how many layers of each kind go, but the method {self.method} takes so many in all; "
+                "give layers, or a method that takes a budget, such as hetdpt"
+            )
+
+    def _require_numbers(self) -> None:
+        least = {"workers": 0, "minutes": 0, "batch": 1, "num_classes": 1, "img_size": 1}
+        for name, number in least.items():
+            value = getattr(self, name)
+            if value is not None and not value >= number:
+                raise TrainError(f"{name} is {value}; {number} or more was expected")
+        for name in ("model", "data"):
+            if not getattr(self, name):
+                raise TrainError(f"{name} is empty; a run needs one")
+        if self.keep == "ema" and not self.recovery.training.ema_decay:
+            raise TrainError("keep is 'ema', but recovery.training.ema_decay is 0: there is no average to keep; set it")
+
+
+@cache
+def _tables() -> dict[str, Any]:
+    """Return the types of the settings that have settings of their own, by name."""
+    return {name: kind for name, kind in _names(RunConfig) if is_dataclass(kind)}
+
+
+@cache
+def _leaves() -> dict[str, Any]:
+    """Return the types of all other settings, by name."""
+    return {name: kind for name, kind in _names(RunConfig) if not is_dataclass(kind)}
+
+
+def _names(kind: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    hints = get_type_hints(kind)
+    for one in fields(kind):
+        name, inner = f"{prefix}{one.name}", hints[one.name]
+        yield name, inner
+        if is_dataclass(inner):
+            yield from _names(inner, f"{name}.")
+
+
+def _settings_of(name: str) -> dict[str, Any]:
+    """Return what the recipe of that name says, by the names of settings."""
+    row = recipe_called(name)
+    parts = {"collection": asdict(row.collection), "search": asdict(row.search), "recovery": asdict(row.config)}
+    return _flat({**parts, "removal": row.removal, "candidates": row.candidates, "explores": row.explores})
+
+
+def _made(kind: Any, values: Mapping[str, Any], prefix: str = "") -> Any:
+    """Return a config of that ``kind`` from values by name; an error says in which table it is."""
+    given = {}
+    for one, hint in get_type_hints(kind).items():
+        name = f"{prefix}{one}"
+        if is_dataclass(hint):
+            given[one] = _made(hint, values, f"{name}.")
+        elif name in values:
+            given[one] = values[name]
+    try:
+        return kind(**given)
+    except HetDPTError as error:
+        raise type(error)(f"{prefix.rstrip('.')}: {error}" if prefix else str(error)) from None
+
+
+def _checked(name: str, value: Any) -> Any:
+    """Return ``value`` as the setting ``name`` has it; ``TrainError`` where there is none such, or of another type."""
+    if name in _tables():
+        inside = next(leaf for leaf in _leaves() if leaf.startswith(f"{name}."))
+        raise TrainError(f"{name} is {value!r}, but it has settings of its own, such as {inside}; name those")
+    if name not in _leaves():
+        raise TrainError(f"there is no setting {name}; the nearest is {' or '.join(_nearest(name))}")
+    kind = _leaves()[name]
+    kinds, stands = get_args(kind) or (kind,), value
+    if isinstance(value, list):
+        stands = tuple(value)
+    elif Path in kinds and isinstance(value, str):
+        stands = Path(value)
+    elif kind is str and isinstance(value, Path):
+        stands = str(value)
+    try:
+        return TypeAdapter(kind).validate_python(stands, strict=True)
+    except ValidationError:
+        raise TrainError(f"{name} is {value!r}, but {_spell(kind)} was expected") from None
+
+
+def _nearest(name: str) -> list[str]:
+    """Return what was probably meant: settings that end so, or that are in the same table further down, or alike."""
+    known, (first, _, last) = [*_leaves(), *_tables(), RECIPE], name.partition(".")
+    same = [one for one in known if one.endswith(f".{name}")]
+    below = [one for one in known if one.startswith(f"{first}.") and one.endswith(f".{last}")]
+    return same or below or get_close_matches(name, known, 1, 0) or known[:1]
+
+
+def _spell(kind: Any) -> str:
+    """Return what values of a type are called.
+
+    >>> _spell(int | None), _spell(tuple[float, float]), _spell(Literal["all", "te"])
+    ('a whole number or null', 'a list (a number, a number)', "'all' or 'te'")
+    """
+    names = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", Path: "a path"}
+    if kind in names:
+        return names[kind]
+    parts = get_args(kind)
+    if get_origin(kind) is Literal:
+        return " or ".join(map(repr, parts))
+    if get_origin(kind) is tuple:
+        many = "..." if Ellipsis in parts else ""
+        return f"a list ({', '.join(_spell(part) for part in parts if part is not Ellipsis)}{many})"
+    if isinstance(kind, UnionType):
+        return " or ".join(_spell(part) for part in parts)
+    return "null"
+
+
+def _flat(tree: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the values of tables within tables, by names with dots."""
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, dict) and value:
+            found |= _flat(value, f"{name}.")
+        elif name not in _tables() or value not in (None, {}):
+            found[name] = value
+    return found

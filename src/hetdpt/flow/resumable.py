@@ -1,0 +1,237 @@
+"""Selection and recovery, to files: what was killed goes on. The steps themselves are in their own rooms."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from copy import deepcopy
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from torch import nn
+
+from hetdpt.adapters.identity import fingerprint
+from hetdpt.adapters.preprocessing import preprocessing_of
+from hetdpt.core.errors import FileError, HetDPTError, PlanError
+from hetdpt.core.modules import clone
+from hetdpt.core.plan import Budget, Plan
+from hetdpt.data.sources import Data, open_data
+from hetdpt.data.unlabelled import ImageBatches
+from hetdpt.export.saved import load, save
+from hetdpt.selection.importance import Picked
+from hetdpt.selection.select import SelectConfig, StageProgress, select
+from hetdpt.store.atomic import written
+from hetdpt.store.config_diff import flat
+from hetdpt.store.metrics import EPOCH
+from hetdpt.store.run_directory import Run
+from hetdpt.surgery.calibrate import calibrate_
+from hetdpt.surgery.remove import merge_, place_, prune_
+from hetdpt.training.processes import Accelerator, start
+from hetdpt.training.recover import RecoverConfig, recover
+from hetdpt.training.trainer import Epoch, Progress
+
+EVERY = 50  # updates between two lines of metrics.jsonl
+CALIBRATION = 256  # images
+START = "start"
+One = TypeVar("One")
+
+
+def recover_into(
+    directory: Path,
+    student: nn.Module,
+    teacher: nn.Module | None,
+    data: str | Data,
+    config: RecoverConfig,
+    *,
+    plan: Plan | None = None,
+    calibration: int = CALIBRATION,
+    merges: bool = True,
+    device: str | None = None,
+    workers: int = 0,
+    minutes: float = 10.0,
+    tensorboard: bool = False,
+    watch: Callable[[Progress], None] | None = None,
+) -> Iterator[Epoch]:
+    """Recover ``student`` and write all of it to ``directory``; called again, it goes on where it was killed.
+
+    With a ``plan`` the student first loses its layers; replacements that are fitted are so on ``calibration`` training
+    images, and the student they make is saved as ``start``. When it is done there are saved models, merged unless told
+    not to be: ``best``, ``last`` and, with a moving average, ``ema``.
+    """
+    opened = data if isinstance(data, Data) else open_data(data)
+    processes = start(config.training.precision, device)
+    if plan is not None:
+        place_(clone(student), plan)  # a plan that does not fit is refused before anything is written
+    with processes.main_process_first():
+        asked = {
+            "student": fingerprint(student),
+            "teacher": fingerprint(teacher) if teacher is not None else None,
+            **_asked(opened, workers, processes),
+            **flat(asdict(config)),
+        }
+        if plan is not None:
+            asked |= {"plan": json.loads(plan.to_json()), "calibration": calibration if plan.fitted else None}
+        run = Run.open(directory, asked, minutes, has_board=tensorboard, is_first=processes.is_main_process)
+    if run.summary is None:
+        if plan is not None:
+            with processes.main_process_first():  # the others load what it saved
+                seed, student = config.training.seed, student.to(processes.device)
+                student = _start(run, asked, plan, partial(pruned, student, plan, opened, calibration, seed, workers))
+        epochs = recover(
+            student,
+            teacher,
+            opened,
+            config,
+            device=device,
+            workers=workers,
+            keeper=run.checkpoints,
+            watch=partial(log, run, watch),
+        )
+        yield from keep(run, epochs, Epoch.record, partial(_save, run.directory, merges))
+
+
+def select_into(
+    file: Path,
+    model: nn.Module,
+    data: str | Data,
+    budget: Budget | int,
+    method: str,
+    config: SelectConfig,
+    *,
+    overwrite: bool = False,
+    device: str | None = None,
+    workers: int = 0,
+    minutes: float = 10.0,
+    watch: Callable[[Picked], None] | None = None,
+    progress: StageProgress | None = None,
+) -> Plan:
+    """Choose layers and write the plan to ``file``; a search that was killed goes on from ``file.partial``."""
+    if file.is_dir() or (file.exists() and not overwrite):
+        raise FileError(f"{file} is there already; give another name, or --overwrite")
+    opened = data if isinstance(data, Data) else open_data(data)
+    processes = start(config.search.training.precision, device)
+    asked = {
+        "model": fingerprint(model),
+        **_asked(opened, workers, processes),
+        "budget": asdict(budget) if isinstance(budget, Budget) else budget,
+        "method": method,
+        **asdict(config),
+    }
+    with processes.main_process_first():
+        run = Run.open(Path(f"{file}.partial"), asked, minutes, is_first=processes.is_main_process)
+    place: dict[str, Any] = {"device": device, "workers": workers, "watch": watch, "progress": progress}
+    with run.alone() if processes.is_main_process else nullcontext():
+        try:
+            plan = select(model, opened, budget, method, config, keeper=run.checkpoints, **place)
+        except HetDPTError:
+            if processes.is_main_process and not run.is_begun:
+                run.discard()
+            raise
+    if processes.is_main_process:
+        with written(file) as scratch:
+            scratch.write_text(f"{plan.to_json()}\n", encoding="utf-8")
+        run.discard()
+    processes.wait_for_everyone()
+    return plan
+
+
+def pruned(model: nn.Module, plan: Plan, data: Data, images: int, seed: int = 0, workers: int = 0) -> nn.Module:
+    """Take the layers of ``plan`` from ``model`` and return it; replacements are fitted on training ``images``."""
+    if not plan.fitted:
+        return prune_(model, plan)
+    if data.train is None:
+        raise PlanError("removal is calibrated on training images; open the data with the split train")
+    batches = ImageBatches(data.train, preprocessing_of(model), count=images, seed=seed, workers=workers)
+    return calibrate_(model, plan, batches)
+
+
+def _start(run: Run, asked: dict[str, Any], plan: Plan, prune: Callable[[], nn.Module]) -> nn.Module:
+    """Return the student as its training begins: pruned, or calibrated once and then loaded."""
+    if not plan.fitted:
+        return prune()
+    made_of = {key: asked[key] for key in ("student", "plan", "calibration", "data", "training.seed")}
+    return made_once(run, made_of, lambda place: save(prune().cpu(), **place), load)
+
+
+def made_once(
+    run: Run, made_of: dict[str, Any], make: Callable[[dict[str, Any]], object], load: Callable[[Path], One]
+) -> One:
+    """Return what a training begins with, from ``start``; it is made there once, and anew if ``made_of`` differs.
+
+    A run that has no checkpoint yet may be begun with something else. ``make`` is given what ``save`` is told.
+    """
+    start, text = run.directory / START, json.dumps(made_of)
+    note = start / f"{START}.json"
+    if not note.is_file() or note.read_text(encoding="utf-8") != text:
+        with run.alone():
+            make({"directory": start, "overwrite": True, "notes": {note.name: text}})
+    return load(start)
+
+
+def keep(
+    run: Run, epochs: Iterator[One], record: Callable[[One], dict[str, Any]], save: Callable[[One], None]
+) -> Iterator[One]:
+    """Write what every epoch came to before handing it on, and at the end what the run came to."""
+    if not run.is_first:
+        yield from epochs
+        return
+    with run.alone():
+        for scratch in run.directory.glob(".*"):  # which a kill has left half written
+            shutil.rmtree(scratch, ignore_errors=True)
+        for epoch in epochs:
+            run.metrics.write(EPOCH, **record(epoch))
+            save(epoch)
+            yield epoch
+        run.finish(_summary(run.metrics.read(EPOCH)))
+
+
+def log(run: Run, watch: Callable[[Progress], None] | None, now: Progress) -> None:
+    """Write a line about ``now`` if one is due, and tell who watches."""
+    if now.update % EVERY == 0:
+        run.metrics.write("update", update=now.update, loss=now.mean_loss(), lr=now.lr)
+    if watch is not None:
+        watch(now)
+
+
+def _save(directory: Path, merges: bool, epoch: Epoch) -> None:
+    for name, copy in due(epoch):
+        save(merge_(copy) if merges else copy, directory / name, overwrite=True)
+
+
+def due(epoch: Epoch) -> Iterator[tuple[str, nn.Module]]:
+    """Yield copies of the models to save after ``epoch``: a better one than ever, and at the end those of the end."""
+    is_end = epoch.number == epoch.epochs
+    due = {"best": epoch.is_best, "last": is_end, "ema": is_end and epoch.average is not None}
+    for name in (name for name, is_due in due.items() if is_due):
+        model = epoch.average if name == "ema" else epoch.student
+        assert model is not None
+        yield name, deepcopy(model).cpu()
+
+
+def _summary(epochs: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return what a recovery came to: accuracies by name, time and speed."""
+    end = epochs[-1]
+    best = max((epoch["number"] for epoch in epochs if epoch["is_best"]), default=0)
+    scores = {"scores": epochs[best]["scores"]} if "scores" in end else {}  # of ``best``
+    seconds = sum(epoch["seconds"] for epoch in epochs)
+    images = sum(epoch["images_per_second"] * epoch["seconds"] for epoch in epochs[1:])
+    return {
+        "start": epochs[0]["last"],
+        **{name: end[name] for name in ("last", "best", "ema")},
+        "best_epoch": best,
+        "epochs": end["epochs"],
+        "seconds": seconds,
+        "images_per_second": images / seconds,
+        "unreadable": sorted({name for epoch in epochs for name in epoch["unreadable"]}),
+        **scores,
+    }
+
+
+def _asked(data: Data, workers: int, processes: Accelerator) -> dict[str, Any]:
+    """Return what beside models and settings decides the outcome of a training, as plain JSON."""
+    precision = processes.mixed_precision  # what "auto" stands for on this device
+    return {**data.facts(workers), "processes": processes.num_processes, "precision": precision}

@@ -1,0 +1,1 @@
+"""Reductions that combine with removed layers: width (Torch-Pruning) and tokens (ToMe, GTP)."""

@@ -1,0 +1,230 @@
+"""A block of a model that reduces tokens, as it runs.
+
+A block x + attention, then x + FFN runs in two halves, each the block itself without the other branch, and between
+them tokens go. No ``forward`` is copied, no path changes: keys are seen where attention calls torch's fused operator.
+What is known of the tokens lives for one forward pass, in the thread that runs it, and not on the model.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from copy import copy
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
+
+from hetdpt.adapters.models import fused
+from hetdpt.core.errors import ModelError
+from hetdpt.core.reductions import GTP_OPTIONS, Tokens
+from hetdpt.reduce.tokens.layout import TokenLayout, tensors_in
+from hetdpt.reduce.tokens.stream import Seen, TokenMethod, TokenStream
+
+STEP = "tokens"
+"""The name that a block knows its ``TokenStep`` by."""
+StandIns = tuple[tuple[str, nn.Module], ...]
+
+
+class TokenStep(nn.Module):
+    """What one block does with its tokens; a child of the block without parameters, so that it shows in print."""
+
+    def __init__(
+        self, block: str, tokens: Tokens, method: TokenMethod, layout: TokenLayout, count: int, attention: str = ""
+    ) -> None:
+        super().__init__()
+        self.block, self.tokens, self.method = block, tokens, method
+        self.layout, self.count = layout, count
+        self.attention = attention
+        """Where the attention is in the block; empty in a block that has none."""
+        self.is_first = self.is_last = False
+        self.without_ffn: StandIns = ()
+        self.without_attention: StandIns = ()
+        self.fused_attn = True  # a name that unfuse_ knows: False where attention is to run as two products
+
+    def extra_repr(self) -> str:
+        places = ", then all in their places" if self.is_last and self.layout.is_patch_read else ""
+        options = GTP_OPTIONS if self.tokens.method == "gtp" else ()
+        shown = "".join(f", {name}={getattr(self.tokens, name)}" for name in options)
+        return f"{self.tokens.method}: {self.count} go{places}{shown}"
+
+
+class _Here(threading.local):
+    """The tokens of the forward pass that is under way in this thread."""
+
+    stream: TokenStream | None = None
+
+
+_HERE = _Here()
+
+
+class _Watch(TorchFunctionMode):
+    """Sees the one attention that runs inside, which takes the sizes of tokens into account (ToMe, Eq. 1)."""
+
+    def __init__(self, step: TokenStep, stream: TokenStream, count: int) -> None:
+        super().__init__()
+        self.step, self.stream = step, stream
+        self.needs_map = step.method.needs_map and count > 0
+        self.seen: Seen | None = None
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.scaled_dot_product_attention:
+            return self.attend(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        """Return softmax(q k + log s) v, s the sizes of tokens; as long as all are 1, what torch's operator does."""
+        if attn_mask is not None or is_causal:
+            raise _refused(self.step, "its attention has a bias or a mask, which is tied to places in the image")
+        batch, n = self.stream.tokens.shape[:2]
+        if self.seen or enable_gqa or any((t.shape[0], t.shape[-2]) != (batch, n) for t in (query, key, value)):
+            raise _refused(self.step, "its attention is not one of all tokens to all tokens")
+        self.seen = Seen(self.stream.tokens, key, None)
+        sizes = self.stream.sizes
+        bias = None if sizes is None else sizes.log().to(query.dtype)[:, None, None]  # (B, 1, 1, n)
+        if self.step.fused_attn and not self.needs_map:
+            # by this name it is not seen again where torch.compile runs what it traced under the same watch
+            attended: Tensor = torch.ops.aten.scaled_dot_product_attention(
+                query, key, value, bias, dropout_p, scale=scale
+            )
+            return attended
+        scores = (query * (scale or query.shape[-1] ** -0.5)) @ key.mT  # (B, heads, n, n)
+        attention = (scores if bias is None else scores + bias).softmax(-1)
+        if self.needs_map:
+            self.seen = replace(self.seen, map=attention)
+            attention = sparse(attention, self.step.tokens.sparsity)
+        return F.dropout(attention, dropout_p, training=dropout_p > 0) @ value
+
+
+def sparse(attention: Tensor, part: float) -> Tensor:
+    """Return the map (B, heads, n, n) with 0 for all but a ``part`` of its entries, the largest of each head (GTP)."""
+    if part == 1:
+        return attention
+    entries = attention.detach().flatten(-2)
+    kept = entries.topk(max(int(part * entries.shape[-1]), 1), dim=-1, sorted=False).indices
+    mask = torch.zeros_like(entries).scatter(-1, kept, torch.ones_like(kept, dtype=entries.dtype))
+    return attention * mask.view_as(attention)
+
+
+def run_block(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Run a block of a model that reduces tokens: in place of its ``forward``, which does the work all the same."""
+    step = block._modules[STEP]
+    assert isinstance(step, TokenStep)
+    before, _HERE.stream = _HERE.stream, None  # an error leaves nothing behind
+    args, kwargs = _alone(step, args, kwargs)
+    stream = _entering(step, before, tensors_in(args, kwargs)[0])
+    count = min(step.count, (stream.tokens.shape[1] - stream.protected) // 2)
+    if step.attention and (count or stream.sizes is not None):
+        result, stream = _reduced(block, step, stream, count, args, kwargs)
+    else:
+        result = type(block).forward(block, *args, **kwargs)
+    stream = replace(stream, tokens=_tensor(result))
+    if not step.is_last:
+        _HERE.stream = stream
+        return result
+    return _with_tensor(result, stream.put_back())
+
+
+def _alone(step: TokenStep, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Return the arguments of a block with its tokens as the only tensor."""
+    tokens, *others = tensors_in(args, kwargs)
+    if not others:
+        return args, kwargs
+    if not torch.compiler.is_exporting():  # where transformers spells out a mask that hides nothing
+        raise _refused(step, "it is given more than them, such as a mask")
+    return _with(args, kwargs, lambda tensor: tensor if tensor is tokens else None)
+
+
+def _with(args: Any, kwargs: Any, change: Callable[[Tensor], Tensor | None]) -> tuple[Any, Any]:
+    """Return the arguments of a block with every tensor among them changed."""
+    changed: tuple[Any, Any] = tree_map_only(Tensor, change, (args, kwargs))
+    return changed
+
+
+def _entering(step: TokenStep, before: TokenStream | None, tokens: Tensor) -> TokenStream:
+    """Return the tokens that a block is given, with what is known of them."""
+    layout = step.layout
+    if step.is_first:
+        count = tokens.shape[1] if layout.is_patch_read else 0
+        places = torch.arange(count, device=tokens.device).expand(tokens.shape[0], -1) if count else None
+        return TokenStream(tokens, layout.protected, layout.grid, places=places)
+    if before is None or before.tokens.shape != tokens.shape:
+        raise ModelError(
+            "the blocks of a model that reduces tokens know each other's tokens, so that they run all, from the first "
+            "on and without checkpoints; call the whole model, or restore_tokens_(model) first"
+        )
+    return replace(before, tokens=tokens)
+
+
+def _reduced(
+    block: nn.Module, step: TokenStep, stream: TokenStream, count: int, args: Any, kwargs: Any
+) -> tuple[Any, TokenStream]:
+    """Return what a block with attention gives, and its tokens, ``count`` of which go between attention and FFN."""
+    half = _half(block, step.without_ffn if count else (), step.attention)
+    with _Watch(step, stream, count) as watch:
+        result = type(block).forward(half, *args, **kwargs)
+    if watch.seen is None:
+        raise _refused(step, "its attention is no call of torch's scaled_dot_product_attention")
+    if not count:
+        return result, stream
+    middle = replace(stream, tokens=_tensor(result))
+    stream = step.method.reduce(middle, watch.seen, count, step.tokens)
+    args, kwargs = _with(args, kwargs, lambda _: stream.tokens)
+    return type(block).forward(_half(block, step.without_attention), *args, **kwargs), stream
+
+
+def _half(block: nn.Module, stand_ins: StandIns, attention: str = "") -> nn.Module:
+    """Return a copy of ``block`` around the same modules but for some; its attention, if given, as a fused operator."""
+    half = _twin(block)
+    for path, module in stand_ins:
+        _set(half, path, module)
+    if attention:
+        for path, module in block.get_submodule(attention).named_modules(prefix=attention):
+            if (other := fused(module)) is not module:
+                _set(half, path, other)
+    return half
+
+
+def _twin(module: nn.Module) -> nn.Module:
+    twin = copy(module)
+    vars(twin)["_modules"] = dict(module._modules)
+    return twin
+
+
+def _set(half: nn.Module, path: str, module: nn.Module) -> None:
+    """Put ``module`` at ``path`` of a half, all that is on the way to it copied, so that the block stays as it is."""
+    *way, leaf = path.split(".")
+    for name in way:
+        child = half._modules[name]
+        assert child is not None
+        half._modules[name] = _twin(child)
+        half = half._modules[name]  # type: ignore[assignment]
+    half._modules[leaf] = module
+
+
+def _refused(step: TokenStep, why: str) -> ModelError:
+    return ModelError(f"{step.block} cannot reduce tokens: {why}")
+
+
+def _tensor(result: Any) -> Tensor:
+    tensor = result[0] if isinstance(result, tuple) else result
+    assert isinstance(tensor, Tensor)
+    return tensor
+
+
+def _with_tensor(result: Any, tensor: Tensor) -> Any:
+    return (tensor, *result[1:]) if isinstance(result, tuple) else tensor

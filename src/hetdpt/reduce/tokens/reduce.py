@@ -1,0 +1,195 @@
+"""Token reduction on a model, with or without all its layers: put on, and taken off again.
+
+Whether a model can have it is found out by a run without arithmetic, before anything changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from hetdpt.adapters.anatomy import Parts
+from hetdpt.adapters.trace import dry_run
+from hetdpt.core.errors import HetDPTError, ModelError, first_line
+from hetdpt.core.gates import Constant, Pass, Zero
+from hetdpt.core.modules import clone
+from hetdpt.core.plan import KINDS, Plan
+from hetdpt.core.reductions import Tokens
+from hetdpt.reduce.tokens.gtp import propagate
+from hetdpt.reduce.tokens.half_blocks import STEP, StandIns, TokenStep, run_block
+from hetdpt.reduce.tokens.layout import TokenLayout, find_layout, tensors_in
+from hetdpt.reduce.tokens.stream import TokenMethod
+from hetdpt.reduce.tokens.tome import merge_alike
+from hetdpt.surgery.remove import RECORD, InputSize, Record, gates_of, record_of, survey_of
+
+TOKEN_METHODS = {
+    "tome": TokenMethod(merge_alike),
+    "gtp": TokenMethod(propagate, needs_map=True),
+}
+"""The rows of ``TOKEN_PAPERS``, as they run."""
+MAP_CALLS = ("forward_intermediates", "get_intermediate_layers")
+"""Methods of timm's models that lay the tokens between blocks out as images."""
+
+
+def reduce_tokens_(model: nn.Module, tokens: Tokens, input_size: InputSize | None = None) -> nn.Module:
+    """Let the blocks of ``model`` that have attention hand on fewer tokens than they are given.
+
+    Blocks that have lost their attention are passed over. Where the answer depends on patches (average pooling, maps of
+    the last block), each gets in its place, after that block, the token it has become part of; maps of blocks before
+    it are refused. ``restore_tokens_`` undoes it; layers are removed before, not after.
+
+    >>> import timm
+    >>> from hetdpt.measurement.costs import count_macs
+    >>> model = timm.create_model("vit_tiny_patch16_224", depth=2)
+    >>> before = count_macs(model)
+    >>> count_macs(reduce_tokens_(model, Tokens("tome", 16))) / before < 0.95
+    True
+    >>> count_macs(restore_tokens_(model)) == before
+    True
+    """
+    record = record_of(model) or Record(survey_of(model, input_size), Plan())
+    _require_fit(model, record)
+    blocks = {handle.owner: None for handle in record.survey.handles if handle.site.kind == "attention"}
+    layout = find_layout(model, record.survey.input_size, list(blocks))
+    steps = _steps(model, record, tokens, layout)
+    _put(probe := clone(model), steps)
+    _require_same_shapes(model, probe, record.survey.input_size)
+    _put(model, steps)
+    vars(model)[RECORD] = replace(record, tokens=tokens)
+    return model
+
+
+def restore_tokens_(model: nn.Module) -> nn.Module:
+    """Let every block hand on all its tokens again: the very modules of before, so outputs are bit-equal."""
+    for module in model.modules():
+        if isinstance(module._modules.get(STEP), TokenStep):
+            del module._modules[STEP], vars(module)["forward"]
+        for name in MAP_CALLS:
+            if isinstance(vars(module).get(name), _Refusal):
+                del vars(module)[name]
+    if record := record_of(model):
+        vars(model)[RECORD] = replace(record, tokens=None)
+    return model
+
+
+def _steps(model: nn.Module, record: Record, tokens: Tokens, layout: TokenLayout) -> dict[str, TokenStep]:
+    """Return for each block that has a part in it what it does, by path."""
+    parts = {(h.owner, h.site.kind): h.parts for h in record.survey.handles}
+    blocks = [h for h in record.survey.handles if h.site.kind == "attention"]
+    left = [h for h in blocks if not record.plan.removes(h.site)]
+    if not left:
+        raise ModelError("no block of this model has attention, so that there is nothing to reduce its tokens by")
+    steps, method = {}, TOKEN_METHODS[tokens.method]
+    for handle, count in zip(left, tokens.amounts(len(left)), strict=True):
+        step = TokenStep(handle.owner, tokens, method, layout, count, handle.site.path.removeprefix(f"{handle.owner}."))
+        attention, ffn = (parts.get((handle.owner, kind)) for kind in KINDS)
+        if not attention or not ffn or not _is_whole(model, handle.owner, attention, ffn):
+            raise ModelError(
+                f"{handle.owner} cannot reduce tokens: it is not x + attention, then x + FFN and nothing more, each a "
+                "branch that can go as a whole"
+            )
+        step.without_attention = _stand_ins(attention, handle.owner)
+        step.without_ffn = _stand_ins(ffn, handle.owner)
+        steps[handle.owner] = step
+    end = blocks[-1].owner
+    if layout.is_patch_read and end not in steps:
+        steps[end] = TokenStep(end, tokens, method, layout, 0)
+    whole = list(steps.values())
+    whole[0].is_first = whole[-1].is_last = True
+    return steps
+
+
+def _is_whole(model: nn.Module, block: str, *branches: Parts) -> bool:
+    """Whether every parameter of a block belongs to one of these branches."""
+    paths = [f"{path}." for parts in branches for path in (*parts.entry, parts.core, *parts.exits)]
+    loose = [name for parts in branches for name in parts.parameters]
+    names = [name for name, _ in model.get_submodule(block).named_parameters(prefix=block)]
+    return all(name in loose or name.startswith(tuple(paths)) for name in names)
+
+
+def _stand_ins(parts: Parts, owner: str) -> StandIns:
+    """Return what stands in for a branch that is gone, by path in the block."""
+    passes = [(path, Pass()) for path in (*parts.entry, *parts.exits)]
+    return tuple(
+        (path.removeprefix(f"{owner}."), module) for path, module in [*passes, (parts.core, Zero(parts.extras))]
+    )
+
+
+@dataclass(frozen=True)
+class _Refusal:
+    """Stands before a method that would take the tokens that are left for all of them."""
+
+    name: str
+
+    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise ModelError(
+            f"{self.name} makes images of all tokens of a block, and a model that reduces tokens does not have them; "
+            "call restore_tokens_(model) before"
+        )
+
+
+def _put(model: nn.Module, steps: dict[str, TokenStep]) -> None:
+    for module in model.modules():
+        for name in MAP_CALLS:
+            if name in dir(type(module)):
+                vars(module).setdefault(name, _Refusal(name))
+    for path, step in steps.items():
+        block = model.get_submodule(path)
+        block.add_module(STEP, step.train(block.training))
+        vars(block)["forward"] = partial(run_block, block)
+
+
+def _require_same_shapes(model: nn.Module, reduced: nn.Module, input_size: InputSize) -> None:
+    """Raise ``ModelError`` unless ``reduced`` runs, and answers in the shapes of ``model``; without arithmetic."""
+    expected = _shapes(model, input_size)
+    try:
+        found = _shapes(reduced, input_size)
+    except ModelError as error:
+        cause = error.__cause__
+        if isinstance(cause, HetDPTError):
+            raise cause from None
+        raise ModelError(
+            f"{type(model).__name__} cannot reduce its tokens, as it does not take fewer of them: "
+            f"{first_line(cause or error)}"
+        ) from error
+    if found != expected:
+        raise ModelError(
+            f"{type(model).__name__} cannot reduce its tokens: it answers with what blocks before the last one give, "
+            f"which would be {found} in place of {expected}"
+        )
+
+
+def _shapes(model: nn.Module, input_size: InputSize) -> list[tuple[int, ...]]:
+    """Return the shapes of what a model answers to two images, found without arithmetic."""
+    shapes: list[tuple[int, ...]] = []
+
+    def look(_: nn.Module, args: Any, answer: Any) -> None:
+        shapes[:] = [tuple(tensor.shape) for tensor in tensors_in(answer)]
+
+    @contextmanager
+    def watch(copy: nn.Module, *_: Any) -> Iterator[None]:
+        copy.register_forward_hook(look)
+        with torch.no_grad():
+            yield
+
+    dry_run(model, (2, *input_size), watch)
+    return shapes
+
+
+def _require_fit(model: nn.Module, record: Record) -> None:
+    """Refuse what was done to a model before and does not go with fewer tokens."""
+    if gates_of(model):
+        raise ModelError("this model has gates on its layers; call restore_(model) before reducing its tokens")
+    if record.tokens is not None:
+        raise ModelError("this model reduces its tokens already; call restore_tokens_(model) first")
+    if any(isinstance(module, Constant) and sum(side > 1 for side in module.shape) > 1 for module in model.modules()):
+        raise ModelError(
+            "a layer of this model was replaced by values for each place in the image (removal style 'position'), and "
+            "tokens that merge have no place; use removal style 'constant'"
+        )

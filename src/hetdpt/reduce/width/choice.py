@@ -1,0 +1,195 @@
+"""Which pieces of a model's width stay, given what each is worth and which part is to go. Numbers in, indices out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+
+import torch
+from torch import Tensor, nn
+
+from hetdpt.core.errors import PlanError
+from hetdpt.core.fold import exact
+from hetdpt.reduce.width.scores import Heads, Narrowable
+from hetdpt.reduce.width.shapes import Cut
+
+
+@dataclass(frozen=True)
+class Ratios:
+    """Which part of each size goes, 0 to 1; at least one entry of each stays.
+
+    >>> Ratios(hidden=0.5, heads=0.25).times(0.5)
+    Ratios(embedding=0.0, hidden=0.25, heads=0.125, head_dims=0.0)
+    """
+
+    embedding: float = 0.0
+    """Channels of the residual stream."""
+    hidden: float = 0.0
+    """Features between the two layers of an FFN, of all FFNs together."""
+    heads: float = 0.0
+    """Attention heads, of all blocks together."""
+    head_dims: float = 0.0
+    """Dimensions of each head."""
+
+    def __post_init__(self) -> None:
+        for name, value in self.by_name.items():
+            if not 0 <= value <= 1:
+                raise PlanError(f"the part of {name} that goes is a number from 0 to 1, not {value}")
+
+    @property
+    def by_name(self) -> dict[str, float]:
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    def times(self, factor: float) -> Ratios:
+        return Ratios(**{name: min(value * factor, 1.0) for name, value in self.by_name.items()})
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What stays: indices in order, by the number of a layer in ``Narrowable``; one that loses nothing is not named."""
+
+    stream: Tensor | None
+    hidden: dict[int, Tensor]
+    heads: dict[int, Tensor]
+    """(heads, dimensions of each) of what the layer behind the attention takes."""
+
+    @property
+    def sizes(self) -> tuple[object, ...]:
+        """How much stays, whatever it is."""
+        stream = None if self.stream is None else len(self.stream)
+        hidden = tuple((number, len(indices)) for number, indices in self.hidden.items())
+        return stream, hidden, tuple((number, tuple(table.shape)) for number, table in self.heads.items())
+
+
+def choose(parts: Narrowable, ratios: Ratios, round_to: int | None = None) -> Kept:
+    """Return what stays: of every size, what matters most.
+
+    Hidden features are ranked over all FFNs of one kind, heads over all blocks, dimensions within their head (or, where
+    a norm is shared by all heads, by their mean over heads). ``round_to`` makes all sizes but the number of heads
+    multiples of it, the nearest ones.
+    """
+    step = round_to or 1
+    if ratios.embedding and parts.stream is None:
+        raise PlanError(f"the embedding of this model cannot be narrowed: {parts.why_no_stream}; leave it out")
+    stream = None
+    if ratios.embedding and parts.stream is not None:
+        scores = parts.stream.scores
+        stream = _best(scores, _counts([scores], ratios.embedding, step)[0])
+    hidden: dict[int, Tensor] = {}
+    for kind in dict.fromkeys(part.kind for part in parts.hidden) if ratios.hidden else ():
+        numbers = [number for number, part in enumerate(parts.hidden) if part.kind == kind]
+        scores_of = [parts.hidden[number].scores for number in numbers]
+        counts = _counts(scores_of, ratios.hidden, step)
+        hidden |= {n: _best(s, count) for n, s, count in zip(numbers, scores_of, counts, strict=True)}
+    heads = _counts([part.scores.mean(1) for part in parts.heads], ratios.heads, 1)
+    left = {number: _heads(part, heads[number], ratios, step) for number, part in enumerate(parts.heads)}
+    return Kept(stream, hidden, left if ratios.heads or ratios.head_dims else {})
+
+
+def gone(parts: Narrowable, kept: Kept) -> Ratios:
+    """Return which part of each size really goes; pieces are whole."""
+    hidden = [(len(kept.hidden.get(number, part.scores)), len(part.scores)) for number, part in enumerate(parts.hidden)]
+    tables = [(kept.heads.get(number, part.scores).shape, part.scores.shape) for number, part in enumerate(parts.heads)]
+    stream = [(len(kept.stream), len(parts.stream.scores))] if parts.stream and kept.stream is not None else []
+    heads, dims = ([(left[axis], whole[axis]) for left, whole in tables] for axis in (0, 1))
+    return Ratios(*(_part_gone(sizes) for sizes in (stream, hidden, heads, dims)))
+
+
+def _part_gone(sizes: Sequence[tuple[int, int]]) -> float:
+    """Return the part that goes, of pairs (how many stay, how many there were).
+
+    >>> _part_gone([(3, 4), (2, 4)]), _part_gone([])
+    (0.375, 0.0)
+    """
+    left, whole = sum(left for left, _ in sizes), sum(whole for _, whole in sizes)
+    return 1 - left / whole if whole else 0.0
+
+
+def _heads(part: Heads, count: int, ratios: Ratios, step: int) -> Tensor:
+    """Return the best ``count`` heads, and of each the best dimensions."""
+    size = part.attention.head_dim
+    best = _best(part.scores.mean(1), count)  # (heads,)
+    scores = part.scores[best]
+    if part.attention.norms:
+        scores = scores.mean(0).expand_as(scores)
+    dims = _counts([scores[0]], ratios.head_dims, step)[0]
+    return torch.stack([head * size + _best(row, dims) for head, row in zip(best, scores, strict=True)])
+
+
+def _best(scores: Tensor, count: int) -> Tensor:
+    order: Tensor = scores.argsort(descending=True, stable=True)[:count]
+    return order.sort().values
+
+
+def _counts(scores: Sequence[Tensor], ratio: float, step: int) -> list[int]:
+    """Return how many of each layer stay when the part ``ratio`` goes that is worth the least; one of each at least."""
+    sizes = [len(one) for one in scores]
+    if not ratio or not scores:
+        return sizes
+    protected = [one.index_fill(0, one.argmax(), torch.inf) for one in scores]
+    layer = torch.cat([torch.full((size,), number) for number, size in enumerate(sizes)])
+    stay = max(int(sum(sizes) * (1 - ratio) + 1e-9), len(sizes))  # 1e-9: 10 * (1 - 0.9) is 0.99...
+    order = torch.cat(protected).argsort(descending=True, stable=True)[:stay]
+    counts = layer[order].bincount(minlength=len(sizes)).tolist()
+    return [_rounded(count, size, step) for count, size in zip(counts, sizes, strict=True)]
+
+
+def _rounded(count: int, size: int, step: int) -> int:
+    """Return the multiple of ``step`` nearest to ``count``, but none above ``size``.
+
+    >>> _rounded(29, 48, 8), _rounded(47, 47, 8), _rounded(3, 5, 8)
+    (32, 40, 5)
+    """
+    if step > size:
+        return size
+    return min(max(round(count / step), 1), size // step) * step
+
+
+def cut_of(model: nn.Module, parts: Narrowable, kept: Kept) -> Cut:
+    """Return which entries of the tensors of ``model`` stay, and what its attributes then say."""
+    cut, there = Cut(), dict(model.named_parameters())
+    if kept.stream is not None and parts.stream is not None:
+        width = len(parts.stream.scores)
+        for name, axis in parts.stream.places:
+            starts = range(0, there[name].shape[axis], width)  # more than one where tokens are put side by side
+            cut.kept[name, axis] = torch.cat([start + kept.stream for start in starts])
+        cut.attributes.update(dict.fromkeys(parts.stream.attributes, len(kept.stream)))
+        cut.attributes.update({(path, "normalized_shape"): (len(kept.stream),) for path in parts.stream.norms})
+    for number, indices in kept.hidden.items():
+        ffn = parts.hidden[number].ffn
+        cut.kept.update({(f"{ffn.first}.weight", 0): indices, (f"{ffn.second}.weight", 1): indices})
+        cut.kept[f"{ffn.first}.bias", 0] = indices
+    for number, table in kept.heads.items():
+        _cut_heads(cut, parts.heads[number], table)
+    return replace(cut, kept={place: indices for place, indices in cut.kept.items() if place[0] in there})
+
+
+def _cut_heads(cut: Cut, part: Heads, table: Tensor) -> None:
+    attention, indices = part.attention, table.flatten()
+    rows: dict[str, list[Tensor]] = {}
+    for layer, start in (attention.queries, attention.keys, attention.values):
+        rows.setdefault(layer, []).append(start + indices)
+    for layer, lists in rows.items():
+        cut.kept.update({(f"{layer}.{name}", 0): torch.cat(lists) for name in ("weight", "bias")})
+    cut.kept[f"{attention.out}.weight", 1] = indices
+    for norm in attention.norms:
+        cut.kept.update({(f"{norm}.{name}", 0): table[0] % attention.head_dim for name in ("weight", "bias")})
+    for name, value in attention.attributes(*table.shape).items():
+        cut.attributes[attention.path, name] = value
+
+
+@torch.no_grad()
+def rescale_(model: nn.Module, parts: Narrowable, kept: Kept) -> nn.Module:
+    """Multiply the queries of heads that lost dimensions by sqrt(new / old), after the cut.
+
+    Attention divides by the root of its dimensions, which are fewer now; so products of queries and keys are what
+    those of the dimensions left were before.
+    """
+    for number, table in kept.heads.items():
+        attention, (heads, dims) = parts.heads[number].attention, table.shape
+        factor = (dims / attention.head_dim) ** 0.5
+        layer, start = (attention.norms[0], 0) if attention.norms else attention.queries
+        rows = slice(0, dims) if attention.norms else slice(start, start + heads * dims)
+        for parameter in model.get_submodule(layer).parameters() if factor != 1 else ():
+            parameter[rows] = (exact(parameter[rows]) * factor).to(parameter)
+    return model

@@ -1,0 +1,102 @@
+"""The layer behind features that go takes over what can be told of them from those that stay (beyond the paper).
+
+For a layer y = W x + b that keeps the inputs k and loses r, the map of x_k closest to W_r x_r over some images is added
+to W_k, b. It is found in closed form from the moments of x in the model before anything is cut; labels are not needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hetdpt.core.errors import ModelError
+from hetdpt.core.fold import Moments, exact, fit_linear
+from hetdpt.surgery.calibrate import FLOOR
+
+FOLDS = 2  # parts of the images, each held out once to choose the ridge
+
+
+class Given:
+    """Moments of what a linear layer is given, for each part of the images.
+
+    As in calibration, a token counts as much as 1 / || y || says, so that the few with massive activations do not
+    decide.
+    """
+
+    def __init__(self, inputs: int) -> None:
+        self.folds = [Moments(inputs, 0) for _ in range(FOLDS)]
+        self.floor = 0.0
+        """The least || y || that counts as such."""
+
+    def add(self, x: Tensor, y: Tensor) -> None:
+        """Take in what the layer was given (images, ..., inputs), and what it made of that."""
+        size = torch.linalg.vector_norm(y, dim=-1)
+        self.floor = self.floor or max(FLOOR * size[0].median().item(), torch.finfo(torch.float32).tiny)
+        weight = size.clamp(min=self.floor).reciprocal()
+        for number, fold in enumerate(self.folds):
+            rows = x[number::FOLDS].flatten(0, -2)  # (n, inputs)
+            fold.add(rows, rows[:, :0], weight[number::FOLDS].flatten())
+
+
+Inputs = dict[str, Given]
+"""By the paths of the layers."""
+
+
+@contextmanager
+def watching(model: nn.Module, paths: Iterable[str], inputs: Inputs) -> Iterator[None]:
+    """Let ``inputs`` take in what the linear layers at ``paths`` are given meanwhile."""
+    with ExitStack() as stack:
+        for path in paths:
+            hook = model.get_submodule(path).register_forward_hook(partial(_take_in, path, inputs))
+            stack.callback(hook.remove)
+        yield
+
+
+def _take_in(path: str, inputs: Inputs, _: nn.Module, args: Any, output: Tensor) -> None:
+    x, y = args[0].detach(), output.detach()
+    if not y.isfinite().all():
+        raise ModelError(f"{path} gives values that are not finite; check the weights, or use float32")
+    inputs.setdefault(path, Given(x.shape[-1])).add(x, y)
+
+
+@torch.no_grad()
+def refit_(layer: nn.Linear, kept: Tensor, given: Given) -> None:
+    """Make ``layer`` give, from the inputs ``kept`` alone, what it gave from all, as well as can be.
+
+    On the images seen the squared error of its output, tokens weighted, is at most that of leaving the others out. The
+    layer keeps its shape and gets tensors of its own.
+    """
+    weight = exact(layer.weight).clone()
+    kept = kept.to(weight.device)
+    is_lost = torch.ones(layer.in_features, dtype=torch.bool, device=kept.device).index_fill(0, kept, False)
+    lost = is_lost.nonzero().flatten()
+    if not len(lost):
+        return
+    moments = [
+        _of_lost(fold, weight[:, lost], kept, lost, layer.bias is not None) for fold in given.folds if fold.weight
+    ]
+    fit = fit_linear(moments)
+    weight[:, kept] += fit.weight
+    layer.weight = nn.Parameter(weight.to(layer.weight), layer.weight.requires_grad)
+    if layer.bias is not None:
+        bias = (exact(layer.bias) + fit.bias).to(layer.bias)
+        layer.bias = nn.Parameter(bias, layer.bias.requires_grad)
+
+
+def _of_lost(inputs: Moments, weight: Tensor, kept: Tensor, lost: Tensor, has_bias: bool) -> Moments:
+    """Return the moments of x_k and of W_r x_r; without a bias those about 0, so that the fit has none either."""
+    xx, mean = inputs.xx, inputs.mean_x
+    if not has_bias:
+        xx, mean = xx + inputs.weight * torch.outer(mean, mean), torch.zeros_like(mean)
+    found = Moments(len(kept), len(weight))
+    found.weight = inputs.weight
+    found.mean = torch.cat([mean[kept], weight @ mean[lost]])
+    found.xx = xx[kept][:, kept]
+    found.xy = xx[kept][:, lost] @ weight.T
+    found.yy = ((weight @ xx[lost][:, lost]) * weight).sum()
+    return found

@@ -1,0 +1,166 @@
+"""The search for how much width goes until a target is met: sizes are tried on a model without values, or timed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from hetdpt.core.errors import PlanError
+from hetdpt.core.modules import clone
+from hetdpt.measurement.speed import measure_throughput
+from hetdpt.reduce.width.choice import Kept, Ratios
+from hetdpt.surgery.remove import merge_
+
+if TYPE_CHECKING:
+    from hetdpt.reduce.width.narrow import Seen
+
+Progress = Callable[[str, int, int], None]
+"""Called with (what is done, steps done, steps in all); in all is 0 where nobody knows."""
+TOLERANCE = 0.02  # how far from its target a search may end
+CLOSE = 0.005  # how near it stops
+MOST = 0.95  # of a size goes at most in a search
+SECONDS = 4.0  # of each timing
+RUNGS = (Ratios(hidden=1.0), Ratios(hidden=1.0, heads=1.0, head_dims=0.5), Ratios(1.0, 1.0, 1.0, 0.5))
+"""What goes together, what is missed least first: hidden features, then heads, then the embedding as well."""
+HALF = 0.5  # of a size goes at most before the next rung
+
+
+@dataclass(frozen=True)
+class Tried:
+    """What a model costs, merged, once so much of its width is gone."""
+
+    ratios: Ratios
+    macs: int
+    params: int
+    speedup: float | None = None
+    """Measured; None where nobody has."""
+
+
+@dataclass(frozen=True)
+class Timing:
+    """What a narrow model is timed against, and on how many images at once."""
+
+    dense: nn.Module
+    batch: int | None
+
+
+class Search:
+    """Looks for the ratios that meet a target; remembers all it has tried."""
+
+    def __init__(
+        self, model: nn.Module, seen: Seen, name: str, target: float, timing: Timing, progress: Progress | None
+    ) -> None:
+        self.model, self.seen, self.name, self.target, self.timing = model, seen, name, target, timing
+        self.progress = progress
+        self._found: dict[Any, Tried] = {}
+        """By the sizes that were left."""
+
+    def look(self, ratios: Ratios) -> Tried:
+        """Return what the model costs once ``ratios`` are gone and it is merged."""
+        kept = self.seen.choose(ratios)
+        if (known_one := self._found.get(kept.sizes)) is not None:
+            return known_one
+        costs = self.seen.costs(self.model, kept)
+        found = Tried(ratios, costs.macs, costs.params, self._speedup(kept) if self.name == "speedup" else None)
+        self._found[kept.sizes] = found
+        if self.progress:
+            self.progress("searching", len(self._found), 0)
+        return found
+
+    def _speedup(self, kept: Kept) -> float:
+        narrow = merge_(self.seen.shrink_(clone(self.model), kept))
+        found = measure_throughput(
+            {"dense": self.timing.dense, "narrow": narrow},
+            self.seen.input_size,
+            batch=self.timing.batch,
+            runs=50,
+            warmup=2,
+            seconds=SECONDS,
+        )
+        return found.speedup["narrow"].value
+
+    def find_gently(self) -> Tried:
+        """Return the try nearest to the target on the first rung that reaches it."""
+        *gentle, last = self.seen.rungs
+        for shares in gentle:
+            if self.excess(self.look(shares.times(HALF))) <= 0:
+                return self.find(shares)
+        return self.find(last)
+
+    def find(self, shares: Ratios) -> Tried:
+        """Return the try nearest to the target; ``PlanError`` if it is not near enough."""
+        whole = self.look(Ratios())
+        if self.excess(whole) < -TOLERANCE:
+            other = "a larger one" if self.name == "speedup" else "fewer"
+            raise PlanError(
+                f"the model has {self.spell(whole)} as it is, so that {self._wish} is met with nothing gone; "
+                f"ask for {other}"
+            )
+        most = MOST / max(shares.by_name.values())
+        self._halve(lambda part: shares.times(part), most)
+        if shares.hidden and not self._is_close(self.best):
+            ratios = self.best.ratios
+            self._halve(lambda part: replace(ratios, hidden=part), MOST)
+        if abs(self.excess(self.best)) > TOLERANCE:
+            raise PlanError(
+                f"{self._wish} cannot be met within {100 * TOLERANCE:.0f} %; the nearest is {self.spell(self.best)}; "
+                "ask for that, or change the shares or what sizes are rounded to"
+            )
+        return self.best
+
+    def _halve(self, ratios: Callable[[float], Ratios], high: float) -> None:
+        """Halve the range from 0 to ``high`` until the target is near, or the range is nothing."""
+        low, steps = 0.0, 8 if self.name == "speedup" else 16
+        if self.excess(self.look(ratios(high))) > 0:
+            return
+        for _ in range(steps):
+            middle = (low + high) / 2
+            found = self.look(ratios(middle))
+            if self._is_close(found):
+                return
+            low, high = (middle, high) if self.excess(found) > 0 else (low, middle)
+
+    def _is_close(self, tried: Tried) -> bool:
+        return -CLOSE <= self.excess(tried) <= 0
+
+    @property
+    def count(self) -> int:
+        """How many it has tried."""
+        return len(self._found)
+
+    @property
+    def best(self) -> Tried:
+        """The nearest to the target, of those that meet it if one of them is near enough."""
+        return min(
+            self._found.values(), key=lambda one: (not -TOLERANCE <= self.excess(one) <= 0, abs(self.excess(one)))
+        )
+
+    def excess(self, tried: Tried) -> float:
+        """Return by which part of the target a try has too much; below 0 too much is gone."""
+        if tried.speedup is not None:
+            return self.target / tried.speedup - 1
+        return float(getattr(tried, self.name)) / self.target - 1
+
+    @property
+    def _wish(self) -> str:
+        return f"{self.name} of {_number(self.target)}"
+
+    def spell(self, tried: Tried) -> str:
+        if tried.speedup is not None:
+            return f"a speedup of {tried.speedup:.3f}"
+        return f"{_number(getattr(tried, self.name))} {self.name}"
+
+
+def _number(value: float) -> str:
+    """Return a number as people write it.
+
+    >>> _number(2.4e9), _number(5.72e6), _number(1.5)
+    ('2.4G', '5.72M', '1.5')
+    """
+    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if value >= size:
+            return f"{value / size:.4g}{unit}"
+    return f"{value:.4g}"

@@ -1,0 +1,200 @@
+"""The sizes of a narrowed model: cut out of a wide one, read off it, and put on another.
+
+All that a saved model needs, so Torch-Pruning is not. What is to go is not decided here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from math import isfinite
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hetdpt.adapters.anatomy import Handle, Layout, Survey
+from hetdpt.adapters.attention import NAMES
+from hetdpt.adapters.trace import dry_run
+from hetdpt.core.errors import FileError, ModelError, first_line
+from hetdpt.core.gates import Constant
+from hetdpt.core.reductions import Widths
+from hetdpt.surgery.remove import RECORD, known
+
+Place = tuple[str, int]
+"""A tensor by name, and one of its axes."""
+STREAM_SIZES = ("embed_dim", "num_features", "head_hidden_size", "hidden_size")
+"""What models and their parts call the width of the stream."""
+LAYER_SIZES = ("in_features", "out_features", "out_channels", "embedding_dim", "normalized_shape", "shape")
+"""What layers call the sizes of their tensors."""
+SIZES = {*STREAM_SIZES, *LAYER_SIZES, *(size for names in NAMES.values() for size in names.sizes)}
+"""The attributes that say a size, and so change with it; no others do."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What is left of a model: entries of its tensors along their axes, and attributes that say so."""
+
+    kept: dict[Place, Tensor] = field(default_factory=dict)
+    """Indices, in order."""
+    attributes: dict[tuple[str, str], Any] = field(default_factory=dict)
+    """By path of the module and name."""
+
+
+@torch.no_grad()
+def cut_(model: nn.Module, cut: Cut) -> nn.Module:
+    """Keep the entries that ``cut`` lists, in tensors of their own: what shares the old ones keeps them whole."""
+    owners = set()
+    for (name, axis), kept in cut.kept.items():
+        path, _, leaf = name.rpartition(".")
+        owner = model.get_submodule(path)
+        old: Tensor = getattr(owner, leaf)
+        setattr(owner, leaf, _like(old, old.detach().index_select(axis, kept.to(old.device))))
+        owners.add(path)
+    for path in owners:
+        _follow(model.get_submodule(path))
+    for (path, name), value in cut.attributes.items():
+        vars(model.get_submodule(path))[name] = value
+    return model
+
+
+def mark_narrowed_(model: nn.Module, stream: int | None) -> None:
+    """Let a ``known`` model know that its sizes are others now; its anatomy stays that of the model it began with."""
+    record = known(model)
+    survey = record.survey if stream is None else _resized(record.survey, stream)
+    vars(model)[RECORD] = replace(record, survey=survey, is_narrowed=True)
+
+
+def _resized(survey: Survey, width: int) -> Survey:
+    """Return ``survey`` with the stream as wide as it is now."""
+
+    def layout(one: Layout) -> Layout:
+        return replace(one, shape=tuple(width if axis == one.axis else side for axis, side in enumerate(one.shape)))
+
+    def handle(one: Handle) -> Handle:
+        if one.parts is None:
+            return one
+        parts = replace(one.parts, core_layout=layout(one.parts.core_layout), gate_layout=layout(one.parts.gate_layout))
+        return replace(one, parts=parts)
+
+    return replace(survey, handles=tuple(handle(one) for one in survey.handles))
+
+
+def _stream_now(survey: Survey) -> int | None:
+    """Return the channels of the stream; None where they are as many as ever."""
+    width = next(handle.parts.core_layout.width for handle in survey.handles if handle.parts)
+    return width if width != survey.anatomy.width else None
+
+
+def widths_of(model: nn.Module, wide: nn.Module) -> Widths:
+    """Return the sizes of ``model`` that differ from those of ``wide``, which has the same modules."""
+    shapes = {name: tuple(tensor.shape) for name, tensor in _tensors(wide)}
+    others = dict(wide.named_modules())
+    return Widths(
+        tuple((n, tuple(t.shape)) for n, t in _tensors(model) if n in shapes and shapes[n] != tuple(t.shape)),
+        tuple(
+            (path, name, value)
+            for path, module in model.named_modules()
+            if path in others
+            for name, value in _sizes(module).items()
+            if _is_alike(value, before := vars(others[path]).get(name)) and value != before
+        ),
+        _stream_now(known(model).survey),
+    )
+
+
+def reshape_(model: nn.Module, widths: Widths) -> nn.Module:
+    """Give ``model`` the sizes of a narrowed one; what the tensors concerned hold is lost.
+
+    No size may be new or larger than it was, and the model must run, whoever wrote the file they come from; else
+    ``FileError``.
+    """
+    tensors, modules = dict(_tensors(model)), dict(model.named_modules())
+    for name, shape in widths.shapes:
+        old = tensors.get(name)
+        if (
+            old is None
+            or old.ndim != len(shape)
+            or not all(0 < new <= was for new, was in zip(shape, old.shape, strict=True))
+        ):
+            raise _refusal(name, shape, None if old is None else tuple(old.shape))
+        path, _, leaf = name.rpartition(".")
+        setattr(modules[path], leaf, _like(old, old.new_empty(shape)))
+    for path, name, value in widths.attributes:
+        was = _sizes(modules[path]).get(name) if path in modules else None
+        if not _is_alike(value, was) or not _is_narrower(value, was):
+            raise _refusal(f"{path}.{name}", value, was)
+        setattr(modules[path], name, value)
+    for name, _ in widths.shapes:
+        _follow(modules[name.rpartition(".")[0]])
+    _require_stream(model, widths.stream)
+    mark_narrowed_(model, widths.stream)
+    _require_runs(model)
+    return model
+
+
+def _require_stream(model: nn.Module, stream: int | None) -> None:
+    """Raise unless FFNs are given as many channels as the stream is said to have."""
+    survey, there = known(model).survey, dict(model.named_modules())
+    layers = [there.get(handle.ffn.first) for handle in survey.handles if handle.ffn]
+    given = [layer.weight.shape[1] for layer in layers if isinstance(layer, nn.Linear)]
+    said = survey.anatomy.width if stream is None else stream
+    if not 0 < said <= survey.anatomy.width or any(width != said for width in given):
+        raise _refusal("the stream", said, given[0] if given else survey.anatomy.width)
+
+
+def _require_runs(model: nn.Module) -> None:
+    """Raise unless the sizes of a ``known`` model fit together; found out without arithmetic."""
+    try:
+        dry_run(model, (2, *known(model).survey.input_size), lambda *_: torch.no_grad())
+    except ModelError as error:
+        raise FileError(
+            f"the widths do not fit together, as the model does not run with them: "
+            f"{first_line(error.__cause__ or error)}; save it again"
+        ) from error
+
+
+def _refusal(name: str, value: Any, was: Any) -> FileError:
+    there = "is not there" if was is None else f"is {was}"
+    return FileError(f"the widths say {name} is {value}, but in the model they are for it {there}; save it again")
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)
+
+
+def _like(old: Tensor, new: Tensor) -> Tensor:
+    return nn.Parameter(new, requires_grad=old.requires_grad) if isinstance(old, nn.Parameter) else new
+
+
+def _sizes(module: nn.Module) -> Mapping[str, Any]:
+    """Return the attributes of ``module`` that say a size: numbers, or tuples of whole ones."""
+    return {name: value for name, value in vars(module).items() if name in SIZES and _is_alike(value, value)}
+
+
+def _is_alike(one: Any, other: Any) -> bool:
+    """Whether two values are both whole numbers, or both of them other numbers, or tuples of as many whole ones."""
+    if isinstance(one, tuple) and isinstance(other, tuple):
+        return len(one) == len(other) > 0 and all(type(side) is int for side in (*one, *other))
+    return type(one) is type(other) and type(one) in (int, float)
+
+
+def _is_narrower(value: Any, was: Any) -> bool:
+    if isinstance(value, tuple):
+        return all(0 < new <= old for new, old in zip(value, was, strict=True))
+    return 0 < value <= was if isinstance(value, int) else value > 0 and isfinite(value)
+
+
+def _follow(module: nn.Module) -> None:
+    """Set the sizes that a layer keeps beside its tensors."""
+    if isinstance(module, nn.Linear):
+        module.out_features, module.in_features = module.weight.shape
+    elif isinstance(module, nn.Conv2d):
+        module.out_channels = len(module.weight)
+    elif isinstance(module, nn.Embedding):
+        module.embedding_dim = module.weight.shape[1]
+    elif "normalized_shape" in vars(module):
+        vars(module)["normalized_shape"] = tuple(module.weight.shape)  # type: ignore[arg-type]
+    elif isinstance(module, Constant):
+        module.shape = (*module.shape[:-1], module.bias.shape[-1])

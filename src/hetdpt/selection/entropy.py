@@ -1,0 +1,201 @@
+"""Transfer entropy: what a layer adds to the spread of a model's answers, found without labels and without training.
+
+H(F) = sum_j log sigma_j(F) over the channels j of a probe F, and TE(S) = |H(dense) - H(S removed)| (NOSE, CVPR 2024,
+which the paper takes it from). ``variants`` runs the model without each of its layers, only from that layer on.
+Nothing is trained, chosen for good or written here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from math import inf, isfinite, nan
+from operator import length_hint
+
+import torch
+from torch import Tensor, nn
+
+from hetdpt.core.errors import DataError, ModelError, PlanError
+from hetdpt.core.modules import Peeked, memory_advice, require_more_than_once
+from hetdpt.core.plan import KINDS, Kind, Site
+from hetdpt.surgery.calibrate import is_fitted, variants_of
+from hetdpt.surgery.prefix_cache import MEMORY, Probe, ProbeName, Scan
+from hetdpt.surgery.remove import Removal, ready_for, removable
+
+Progress = Callable[[int, int], None]
+"""Called with (steps done, steps in all)."""
+PURPOSE = "transfer entropy"
+
+
+def transfer_entropy(
+    model: nn.Module,
+    batches: Iterable[Tensor],
+    *,
+    sites: Iterable[Site] | None = None,
+    removal: Removal = "plain",
+    probe: ProbeName = "logits",
+    signed: bool = False,
+    memory: int = MEMORY,
+    progress: Progress | None = None,
+) -> dict[Site, float]:
+    """Return TE of each site by itself, in order of execution: TE = |H(dense) - H(site removed)|, in nats.
+
+    ``batches`` are images (B, C, H, W), prepared as the model wants them; they are iterated once, and once more before
+    where ``removal`` is fitted on them (``calibrated``). ``sites`` default to all that ``removal`` can remove; a model
+    pruned already keeps the removal it was pruned with. The probe ``logits``
+    is what the model answers (where it has no head, the first tensor of the answer, each of its numbers a channel);
+    ``feature`` is what goes into the linear layers that make the logits, side by side where there are two heads.
+    ``signed`` leaves H(dense) - H(site removed) as it is. A removal after which answers are not finite has TE
+    infinity.
+
+    ``memory`` (bytes) bounds what is kept of one batch to be recalled; with less of it more is computed again, with 0
+    everything. The values do not depend on it. ``progress`` is called with (forward passes done, in all); in all is 0
+    where ``batches`` do not say how many they are.
+
+    >>> import timm
+    >>> model = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=2, num_classes=10)
+    >>> _ = nn.init.zeros_(model.blocks[0].attn.proj.weight)
+    >>> for site, value in transfer_entropy(model, [torch.randn(4, 3, 32, 32)]).items():
+    ...     print(site.path, "is inert" if value == 0 else "counts")
+    blocks.0.attn is inert
+    blocks.0.mlp.act counts
+    blocks.1.attn counts
+    blocks.1.mlp.act counts
+    """
+    images = Peeked(batches, model, PURPOSE)
+    base = ready_for(images.first, model, removal)
+    if is_fitted(base):
+        require_more_than_once(batches, "twice: to fit the replacements, and to compare")
+    variants = variants_of(base, removable(base, sites), images)
+    scan = Scan(base, variants, Probe.of(probe, base, images.first, PURPOSE), images.first, memory)
+    dense, without = _entropies(scan, images, progress, length_hint(images))
+    return {site: transfer(dense, entropy, signed) for site, entropy in without.items()}
+
+
+def greedy_order(
+    model: nn.Module,
+    batches: Iterable[Tensor],
+    kinds: Sequence[Kind | None],
+    *,
+    removal: Removal = "plain",
+    probe: ProbeName = "logits",
+    signed: bool = False,
+    memory: int = MEMORY,
+    progress: Progress | None = None,
+) -> dict[Site, float]:
+    """Return sites in the order in which to remove them, each with the TE of it and all before it.
+
+    Every step takes the site s with the least TE(S + s), S being what went before; on a tie the one that runs first.
+    TE is relative to ``model`` as given. ``kinds`` says of which kind each site is, None for any. ``batches`` are
+    iterated for each site and should give the same images each time. ``progress`` is called with (sites chosen, in
+    all); for the rest see ``transfer_entropy``.
+    """
+    require_more_than_once(batches, "once for each site")
+    images = Peeked(batches, model, PURPOSE)
+    pruned = ready_for(images.first, model, removal)
+    looked_at = Probe.of(probe, pruned, images.first, PURPOSE)
+    left = [site for site in removable(pruned) if None in kinds or site.kind in kinds]
+    require_offered(left, kinds)
+    order: dict[Site, float] = {}
+    dense = nan
+    for step, kind in enumerate(kinds, 1):
+        variants = variants_of(pruned, [site for site in left if kind in (None, site.kind)], images)
+        scan = Scan(pruned, variants, looked_at, images.first, memory)
+        entropy, without = _entropies(scan, images)
+        dense = entropy if step == 1 else dense
+        values = {site: transfer(dense, value, signed) for site, value in without.items()}
+        least = min(values, key=values.__getitem__)
+        order[least] = values[least]
+        left.remove(least)
+        pruned = variants[least]
+        if progress:
+            progress(step, len(kinds))
+    return order
+
+
+def require_offered(sites: Iterable[Site], kinds: Sequence[Kind | None]) -> None:
+    """Raise ``PlanError`` unless ``sites`` has as many of each kind as ``kinds`` asks for."""
+    offered = [site.kind for site in sites]
+    for kind in (*KINDS, None):
+        asked, left = kinds.count(kind), offered.count(kind) if kind else len(offered)
+        if asked > left:
+            what = f"{kind} sites" if kind else "sites"
+            raise PlanError(f"asked for {asked} {what}, but this model has {left} to be removed; ask for fewer")
+
+
+class Spread:
+    """The variance of each channel over a stream of samples, in float64, whatever the sizes of the batches.
+
+    Batches are merged as Chan, Golub and LeVeque (1983) do. Values count from the first sample, so that a channel that
+    never changes has variance 0 exactly. Memory does not grow with the number of samples.
+
+    >>> spread = Spread()
+    >>> spread.add(torch.tensor([[1.0, 5.0], [3.0, 5.0]]))
+    >>> spread.add(torch.tensor([[8.0, 5.0]]))
+    >>> spread.variance.tolist() == [torch.tensor([1.0, 3.0, 8.0]).double().var(correction=0).item(), 0]
+    True
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.origin = self.mean = self.squares = torch.zeros(0)
+
+    def add(self, values: Tensor) -> None:
+        """Take in ``values`` (B, C)."""
+        values = values.detach().cpu().double()  # float64 on the CPU: some devices have none
+        if not self.count:
+            self.origin = values[0].clone()
+            self.mean = self.squares = torch.zeros_like(self.origin)
+        deviations = values - self.origin
+        mean = deviations.mean(0)
+        total = self.count + len(values)
+        shift = mean - self.mean
+        between = shift.square() * (self.count * len(values) / total)
+        self.squares = self.squares + (deviations - mean).square().sum(0) + between
+        self.mean = self.mean + shift * (len(values) / total)
+        self.count = total
+
+    @property
+    def variance(self) -> Tensor:
+        """(C,), float64, divided by the number of samples."""
+        return self.squares / self.count
+
+    @property
+    def entropy(self) -> float:
+        """H = sum_j log sigma_j; channels with sigma = 0 are left out."""
+        variance = self.variance
+        return variance[variance != 0].log().sum().item() / 2
+
+
+def _entropies(
+    scan: Scan[Site], stream: Iterable[Tensor], progress: Progress | None = None, batches: int = 0
+) -> tuple[float, dict[Site, float]]:
+    """Return H of the model, and H without each of the sites."""
+    spreads: dict[Site | None, Spread] = {site: Spread() for site in (None, *scan.variants)}
+    done = 0
+    for images in stream:
+        with memory_advice(f"{len(images)} images at once do not fit in memory; give smaller batches or memory=0"):
+            for site, values in scan.answers(images):
+                spreads[site].add(values)
+                done += 1
+                if progress:
+                    progress(done, batches * len(spreads))
+    dense = entropy_of_dense(spreads[None])
+    return dense, {site: spreads[site].entropy for site in scan.variants}
+
+
+def entropy_of_dense(spread: Spread) -> float:
+    """Return H of what a dense model answers; ``DataError`` or ``ModelError`` where it has none to compare with."""
+    if spread.count < 2:
+        raise DataError("transfer entropy is a spread over images, but there is one image only; give two or more")
+    if not spread.squares.any():
+        raise DataError(f"the model answers the same to all {spread.count} images; give images that differ")
+    if not isfinite(spread.entropy):
+        raise ModelError("the model answers with values that are not finite; check its weights, or use float32")
+    return spread.entropy
+
+
+def transfer(dense: float, entropy: float, signed: bool = False) -> float:
+    """Return TE = |H(dense) - H(removed)|, infinity where answers are not finite; ``signed`` without the bars."""
+    if not isfinite(entropy):
+        return inf
+    return dense - entropy if signed else abs(dense - entropy)

@@ -1,0 +1,350 @@
+"""From the predictor to a budget: how many layers of each kind go (paper, Algorithm 3), and how sure that is. No torch.
+
+Every split of what is asked for is listed with its predicted accuracy; none is measured here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from itertools import product
+from math import ceil, floor, isfinite, log10
+from numbers import Integral
+
+import numpy as np
+from scipy.spatial import Delaunay
+
+from hetdpt.core.errors import PredictError
+from hetdpt.core.plan import Budget, Sample
+from hetdpt.measurement.prices import Prices
+from hetdpt.selection.predictor.polynomial import Predictor
+
+DRAWS = 2000
+ROUNDS = 100  # of drawing, where few of the draws decide the polynomial
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a split has to meet; None is no condition."""
+
+    layers: int | None = None
+    """Exactly so many layers go."""
+    macs: float | None = None
+    """At most so many are left."""
+    params: float | None = None
+    """At most so many are left."""
+    speedup: float | None = None
+    """At least so many times faster."""
+
+    def __post_init__(self) -> None:
+        if not self.conditions:
+            raise PredictError("say what is to be met: layers=8, macs=3.2e9, params=16e6 or speedup=1.3, or several")
+        if self.layers is not None and (not _is_count(self.layers) or self.layers < 0):
+            raise PredictError(f"layers is {self.layers}; a whole number from 0 on was expected")
+        for name in ("macs", "params", "speedup"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < float("inf"):
+                raise PredictError(f"{name} is {value}; a number above 0 was expected")
+
+    @property
+    def conditions(self) -> dict[str, float]:
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+    def miss(self, split: Split) -> float:
+        """Return by which part ``split`` misses what is wanted, 0 where it meets all of it."""
+        parts = [0.0]
+        if self.layers is not None:
+            parts.append(abs(split.layers - self.layers) / max(self.layers, 1))
+        for value, most in ((split.macs, self.macs), (split.params, self.params)):
+            if most is not None and value is not None:
+                parts.append(max(0.0, value / most - 1))
+        if self.speedup is not None and split.speedup is not None:
+            parts.append(max(0.0, self.speedup / split.speedup - 1))
+        return sum(parts)
+
+    def __str__(self) -> str:
+        signs = {"layers": "=", "macs": "<=", "params": "<=", "speedup": ">="}
+        return " and ".join(f"{name} {signs[name]} {value:g}" for name, value in self.conditions.items())
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)  # numpy's integers too
+
+
+@dataclass(frozen=True)
+class Split:
+    """A number of layers of each kind, and what is predicted without them."""
+
+    budget: Budget
+    accuracy: float
+    low: float
+    """The accuracy lies between ``low`` and ``high`` with a chance of 95 %, if the polynomial is right."""
+    high: float
+    is_beyond: bool
+    """Whether its accuracy is extrapolated: it lies outside of the samples, or where they decide less than at any."""
+    share: float = 0.0
+    """Part of the bootstrap draws in which it is the best of its table."""
+    is_tied: bool = False
+    """Whether the best cannot be told from it: the interval of the difference holds 0."""
+    macs: float | None = None
+    params: float | None = None
+    speedup: float | None = None
+    measured: float | None = None
+    """The accuracy in percent that a longer run came to; None where there was none."""
+
+    @property
+    def layers(self) -> int:
+        return self.budget.attention + self.budget.activation
+
+    def __str__(self) -> str:
+        return f"{self.budget.attention} attention + {self.budget.activation} activation"
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """A budget, and the table it was chosen from."""
+
+    predictor: Predictor
+    wanted: Wanted
+    table: tuple[Split, ...]
+    """Every split that meets what is wanted, the best first."""
+    limits: Budget
+    """How many layers of each kind there are."""
+
+    @property
+    def budget(self) -> Budget:
+        """The budget to take."""
+        return self.best.budget
+
+    @property
+    def best(self) -> Split:
+        """The best of the splits that were measured again or, where none was, the best predicted."""
+        if not self.rechecked:
+            return self.table[0]
+        return max(self.rechecked, key=lambda split: (split.measured or 0.0, *_preference(split.budget)))
+
+    @property
+    def rechecked(self) -> tuple[Split, ...]:
+        """The splits of the table that were measured by a longer run."""
+        return tuple(split for split in self.table if split.measured is not None)
+
+    def with_rechecked(self, samples: Iterable[Sample]) -> Allocation:
+        """Return the allocation that ``samples`` of some of its splits decide."""
+        measured = {sample.budget: sample.accuracy for sample in samples}
+        table = (replace(split, measured=measured.get(split.budget, split.measured)) for split in self.table)
+        return replace(self, table=tuple(table))
+
+    @cached_property
+    def warnings(self) -> tuple[str, ...]:
+        """What makes the choice doubtful, a sentence each; what was measured again is not doubted for that."""
+        found, best = list(self.predictor.warnings), self.best
+        if best.is_beyond and best.measured is None:
+            found.append(
+                f"{best} lies beyond the samples ({_nearest(self.predictor, best)}); sample further or recheck"
+            )
+        for degree in self.predictor.rivals:
+            rival = self.predictor.with_degree(degree)  # fitted once, for all splits
+            other = min((_at(split, rival) for split in self.table), key=_rank)
+            if other.budget != best.budget and other.measured is None:
+                found.append(
+                    f"the samples do not decide the degree: degree {degree} predicts those left out nearly as well and "
+                    f"would choose {other}; sample further, or recheck it"
+                )
+        inner = [split for split in self.table if not self._is_corner(split)]
+        if best.layers and self._is_corner(best) and inner and all(split.measured is None for split in inner):
+            found.append(
+                f"the predictor prefers a corner, {best}: the best that is none, {inner[0]}, is predicted "
+                f"{best.accuracy - inner[0].accuracy:.2f} points lower; recheck both before you rely on it"
+            )
+        return tuple(found)
+
+    def _is_corner(self, split: Split) -> bool:
+        counts = (split.budget.attention, self.limits.attention), (split.budget.activation, self.limits.activation)
+        return any(count in (0, limit) for count, limit in counts)
+
+
+def allocate(
+    predictor: Predictor,
+    *,
+    layers: int | None = None,
+    macs: float | None = None,
+    params: float | None = None,
+    speedup: float | None = None,
+    prices: Prices | None = None,
+) -> Allocation:
+    """Return how many layers of each kind to remove: the split with the highest predicted accuracy that meets all.
+
+    Ties go to fewer layers, then to fewer attention layers. ``macs``, ``params`` and ``speedup`` need ``prices``.
+
+    >>> from hetdpt.predictor.polynomial import fit_predictor
+    >>> rows = [(1, 1, 80), (0.75, 1, 78), (0.5, 1, 70), (1, 0.75, 76), (1, 0.5, 74), (0.75, 0.75, 75)]
+    >>> allocation = allocate(fit_predictor(rows, blocks=4), layers=2)
+    >>> allocation.budget, len(allocation.table)
+    (Budget(attention=0, activation=2), 3)
+    """
+    wanted = Wanted(layers, macs, params, speedup)
+    every = surface(predictor, prices)
+    _require_prices(wanted, prices)
+    table = [split for split in every if wanted.miss(split) == 0]
+    if not table:
+        nearest = min(every, key=lambda split: (wanted.miss(split), split.layers))
+        raise PredictError(f"no split meets {wanted}; the nearest is {nearest}, {_amounts(nearest)}; ask for that")
+    shares = _shares(predictor, [split.budget for split in table])
+    ranked = sorted(zip(table, shares, strict=True), key=lambda pair: _rank(pair[0]))
+    best = ranked[0][0]
+    rows = tuple(replace(s, share=share, is_tied=_is_tied(predictor, best, s)) for s, share in ranked)
+    return Allocation(predictor, wanted, rows, _limits(predictor, prices))
+
+
+def frontier(predictor: Predictor, prices: Prices | None = None) -> tuple[Split, ...]:
+    """Return the best split for every budget: for every number of layers or, where time is priced, every speedup.
+
+    The best for a speedup is the most accurate split that is at least so fast; one that is no faster and less accurate
+    than another is for no budget the best.
+    """
+    every = sorted(surface(predictor, prices), key=_rank)
+    if prices is None or prices.dense.ms is None:
+        best: dict[int, Split] = {}
+        for split in every:
+            best.setdefault(split.layers, split)
+        return tuple(best[layers] for layers in sorted(best))
+    found: list[Split] = []
+    for split in every:  # from the most accurate on
+        if not found or (split.speedup or 0) > (found[-1].speedup or 0):
+            found.append(split)
+    return tuple(found)
+
+
+def surface(predictor: Predictor, prices: Prices | None) -> list[Split]:
+    """Return every split there is with what is predicted of it, fewer layers first."""
+    limits = _limits(predictor, prices)
+    pairs = product(range(limits.attention + 1), range(limits.activation + 1))
+    budgets = sorted((Budget(*pair) for pair in pairs), key=_preference, reverse=True)
+    area, found = _Area(predictor), []
+    for budget in budgets:
+        a, t = predictor.ratios(budget)
+        low, high = predictor.interval(a, t)
+        split = Split(budget, predictor.predict(a, t), low, high, area.is_left_at(a, t))
+        if prices is not None:
+            price = prices.of(budget)
+            split = replace(split, macs=price.macs, params=price.params, speedup=prices.speedup(budget))
+        found.append(split)
+    return found
+
+
+class _Area:
+    """Where samples decide the polynomial: in their convex hull, as far as leverage is no larger than at one of them.
+
+    Leverage is x (X'X)^-1 x', the variance of a prediction by that of a sample. Chains of one kind make a hull whose
+    middle is far from all of them.
+    """
+
+    def __init__(self, predictor: Predictor) -> None:
+        points = np.array(predictor.points)
+        exact = np.round(points * predictor.blocks) / predictor.blocks  # a sample at 0.67 reaches to 8/12
+        self.hull = Delaunay(np.concatenate([points, exact]))
+        self.predictor, self.inverse = predictor, np.linalg.pinv(predictor.terms(predictor.points)).T
+        self.most = max(self._leverage(a, t) for a, t in np.concatenate([points, exact]))
+
+    def is_left_at(self, a: float, t: float) -> bool:
+        """Whether (a, t) is outside of it."""
+        is_outside = self.hull.find_simplex([a, t], tol=1e-9) < 0
+        return bool(is_outside or self._leverage(a, t) > self.most + 1e-9)
+
+    def _leverage(self, a: float, t: float) -> float:
+        return float(np.square(self.inverse @ self.predictor.terms([(a, t)])[0]).sum())
+
+
+def _limits(predictor: Predictor, prices: Prices | None) -> Budget:
+    if prices is None:
+        return Budget(predictor.blocks, predictor.blocks)
+    counts = Budget(prices.count("attention"), prices.count("activation"))
+    if max(counts.attention, counts.activation) > predictor.blocks:
+        raise PredictError(
+            f"the prices are of {counts.attention} attention and {counts.activation} activation layers, but the "
+            f"samples of a model with {predictor.blocks} blocks; give those of one model"
+        )
+    return counts
+
+
+def _preference(budget: Budget) -> tuple[int, int]:
+    """Return what is larger for the budget to prefer among equals: fewer layers, then fewer attention layers."""
+    return -(budget.attention + budget.activation), -budget.attention
+
+
+def _rank(split: Split) -> tuple[float, int, int]:
+    fewer, attention = _preference(split.budget)
+    return -round(split.accuracy, 9), -fewer, -attention  # what differs by rounding alone is a tie
+
+
+def _require_prices(wanted: Wanted, prices: Prices | None) -> None:
+    needed = [name for name in wanted.conditions if name != "layers"]
+    if needed and prices is None:
+        raise PredictError(
+            f"for {' and '.join(needed)} it must be known what each layer costs; give prices: --prices FILE, or "
+            "--model MODEL, which measures them; a directory of hetdpt collect has them"
+        )
+    if "speedup" in needed and prices is not None and prices.dense.ms is None:
+        raise PredictError("a speedup needs the time of each layer, which these prices do not have; measure them anew")
+
+
+def _at(split: Split, predictor: Predictor) -> Split:
+    """Return ``split`` with the accuracy that another predictor gives it."""
+    return replace(split, accuracy=predictor.predict(split.budget))
+
+
+def _is_tied(predictor: Predictor, best: Split, other: Split) -> bool:
+    """Whether the interval of the difference between two predictions holds 0."""
+    low, _ = predictor.difference(predictor.ratios(best.budget), predictor.ratios(other.budget))
+    return round(low, 9) <= 0
+
+
+def _shares(predictor: Predictor, budgets: Sequence[Budget], seed: int = 0) -> list[float]:
+    """Return in which part of the draws each of ``budgets`` is predicted best.
+
+    A draw takes as many samples as there are, with replacement, and fits the same degree to them; those that do not
+    decide the polynomial are drawn again.
+    """
+    basis, turn = np.linalg.qr(predictor.terms(predictor.points))
+    grid = np.linalg.solve(turn.T, predictor.terms([predictor.ratios(budget) for budget in budgets]).T).T
+    accuracies, generator = np.array(predictor.accuracies), np.random.default_rng(seed)
+    wins, drawn = np.zeros(len(budgets)), 0
+    for _ in range(ROUNDS):
+        chosen = generator.integers(len(basis), size=(DRAWS, len(basis)))
+        terms = basis[chosen]  # (draws, samples, coefficients)
+        is_sound = np.linalg.svd(terms, compute_uv=False)[:, -1] > 1e-6
+        solutions = np.linalg.pinv(terms[is_sound]) @ accuracies[chosen[is_sound]][..., None]
+        predicted = (grid @ solutions)[: DRAWS - drawn, :, 0]  # (draws, budgets)
+        np.add.at(wins, predicted.round(9).argmax(1), 1)  # of equals the first, and those come in order of preference
+        drawn += len(predicted)
+        if drawn == DRAWS:
+            break
+    return [float(count) for count in wins / max(drawn, 1)]
+
+
+def _nearest(predictor: Predictor, split: Split) -> str:
+    a, t = predictor.ratios(split.budget)
+    x, y = min(predictor.points, key=lambda point: abs(point[0] - a) + abs(point[1] - t))
+    removed = Budget(round((1 - x) * predictor.blocks), round((1 - y) * predictor.blocks))
+    return f"the nearest is {removed.attention} attention + {removed.activation} activation"
+
+
+def _amounts(split: Split) -> str:
+    """Return what a split has, rounded so that it meets what is written here."""
+    parts = [f"{split.layers} layers"]
+    if split.macs is not None and split.params is not None:
+        parts += [f"{_rounded_up(split.macs):.4g} MACs", f"{_rounded_up(split.params):.4g} parameters"]
+    if split.speedup is not None and isfinite(split.speedup):
+        parts.append(f"a speedup of {floor(split.speedup * 1000) / 1000:.3f}")
+    return ", ".join(parts)
+
+
+def _rounded_up(value: float) -> float:
+    """Return the least number of four digits that is no less.
+
+    >>> _rounded_up(3219068928), _rounded_up(3220000000)
+    (3220000000.0, 3220000000.0)
+    """
+    step = 10.0 ** (floor(log10(value)) - 3) if value > 0 else 1.0
+    return ceil(value / step) * step

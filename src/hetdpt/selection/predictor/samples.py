@@ -1,0 +1,190 @@
+"""Samples of accuracy: prune, fine-tune briefly, evaluate, and again (paper, Algorithms 1 and 2). It writes no files.
+
+Three chains, each from the dense model: attention layers only, activations only, and both in turn. A step of a chain
+takes one more layer from what the step before it came to, the one whose transfer entropy is least.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from copy import deepcopy
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, get_args
+
+from torch import Tensor, nn
+
+from hetdpt.core.errors import DataError, PredictError
+from hetdpt.core.modules import Peeked
+from hetdpt.core.plan import KINDS, Budget, Kind, Plan, Sample, Site
+from hetdpt.data.sources import Data
+from hetdpt.measurement.accuracy import evaluate
+from hetdpt.selection.entropy import transfer_entropy
+from hetdpt.surgery.calibrate import variants_of
+from hetdpt.surgery.remove import Removal, ready_for, removable
+from hetdpt.training.recover import RecoverConfig, recover
+from hetdpt.training.trainer import Keeper, Progress
+
+Chain = Literal["attention", "activation", "interleaved"]
+CHAINS: tuple[Chain, ...] = get_args(Chain)
+PURPOSE = "a chain of removals"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollectConfig:
+    """How accuracy is sampled."""
+
+    recovery: RecoverConfig
+    """The brief fine-tuning of each step, such as that of the recipe ``brief``."""
+    rounds: tuple[int, int, int] | None = None
+    """Of the chains attention, activation and interleaved; a round of the last takes a layer of each kind. None: about
+    8/12, 8/12 and 3/12 of the blocks, as in the larger table of the paper, and of the last as many as reach the number
+    of layers that are to go, where that is known."""
+    removal: Removal = "calibrated"
+    """What removed layers leave behind: a name from ``plan.REMOVALS`` or (attention style, activation style)."""
+    images: int = 256
+    """Training images on which replacements are fitted and transfer entropy is measured."""
+    fine_tunes: bool = True
+    """Without it there is no fine-tuning: a sample is the accuracy right after the removal."""
+
+    def __post_init__(self) -> None:
+        if self.rounds is not None and not (len(self.rounds) == 3 and min(self.rounds) >= 0 and max(self.rounds) > 0):
+            raise PredictError(
+                f"rounds are {self.rounds}; one number for each of the chains {', '.join(CHAINS)} was expected, "
+                "0 for none, such as 5,5,3"
+            )
+        if self.images < 2:
+            raise PredictError(f"transfer entropy is a spread over images; 2 or more are needed, not {self.images}")
+        Plan(removal=self.removal)  # refuses what is none
+
+    def chains(self, blocks: int, offered: Budget, layers: int = 0) -> dict[Chain, tuple[Kind, ...]]:
+        """Return the kind of each layer that a chain takes, in order.
+
+        ``offered`` are the layers that can go, ``layers`` how many are to, as far as that is known.
+
+        >>> CollectConfig(recovery=RecoverConfig(), rounds=(2, 0, 1)).chains(12, Budget(12, 12))
+        {'attention': ('attention', 'attention'), 'interleaved': ('attention', 'activation')}
+        """
+        rounds = self.rounds or _usual_rounds(blocks, offered, layers)
+        turns: tuple[tuple[Kind, ...], ...] = (("attention",), ("activation",), ("attention", "activation"))
+        found: dict[Chain, tuple[Kind, ...]] = {}
+        for chain, turn, number in zip(CHAINS, turns, rounds, strict=True):
+            kinds = turn * number
+            for kind, most in zip(KINDS, (offered.attention, offered.activation), strict=True):
+                if kinds.count(kind) > most:
+                    raise PredictError(
+                        f"{number} rounds of the chain {chain} take {kinds.count(kind)} {kind} layers, but this model "
+                        f"has {most} that can go; give fewer rounds"
+                    )
+            if kinds:
+                found[chain] = kinds
+        return found
+
+
+def _usual_rounds(blocks: int, offered: Budget, layers: int = 0) -> tuple[int, int, int]:
+    """Return the paper's rounds for 12 blocks in proportion, but enough of them for degree 2 where there are so many.
+
+    Both kinds go in turn until ``layers`` are gone, so that no split of them is far from a sample.
+
+    >>> _usual_rounds(12, Budget(12, 12)), _usual_rounds(12, Budget(12, 12), layers=8), _usual_rounds(4, Budget(4, 4))
+    ((8, 8, 3), (8, 8, 4), (3, 3, 2))
+    """
+    one, both = max(round(8 * blocks / 12), 3), max(round(blocks / 4), 2, -(-layers // 2))
+    most = max(offered.attention - 1, 1)  # without any attention the classes are told from one patch, or from none
+    return min(one, most, offered.attention), min(one, offered.activation), min(both, most, offered.activation)
+
+
+@dataclass(frozen=True)
+class Pick:
+    """A layer that went, and the transfer entropy by which it was chosen."""
+
+    site: Site
+    te: float
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Pick:
+        return cls(Site(**values["site"]), values["te"])
+
+
+@dataclass(frozen=True)
+class Step:
+    """One more sample: some layers went, what is left was fine-tuned and evaluated."""
+
+    kinds: tuple[Kind, ...]
+    """Of all layers that are gone, in the order in which they went."""
+    picks: tuple[Pick, ...]
+    """The layers that went in this step."""
+    before: float
+    """Accuracy in percent before the fine-tuning."""
+    accuracy: float
+    """And after it."""
+    seconds: float
+    speedup: float | None = None
+    """How many times faster than the dense model what is left is, merged; None where that was not measured."""
+
+    @property
+    def budget(self) -> Budget:
+        return Budget(self.kinds.count("attention"), self.kinds.count("activation"))
+
+    @property
+    def sample(self) -> Sample:
+        return Sample(self.budget, self.accuracy)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as plain JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Step:
+        """Return what ``to_dict`` made ``values`` of."""
+        picks = tuple(Pick.from_dict(pick) for pick in values["picks"])
+        return cls(**{**values, "kinds": tuple(values["kinds"]), "picks": picks})
+
+
+def prune_next(
+    student: nn.Module,
+    kind: Kind,
+    images: Iterable[Tensor],
+    removal: Removal = "calibrated",
+    progress: Callable[[int, int], None] | None = None,
+) -> tuple[nn.Module, Pick]:
+    """Return a copy of ``student`` without one more layer of ``kind``, the one with the least transfer entropy.
+
+    TE is that of the student as it is, fine-tuned, so that it tells what the layer adds now. ``images`` are gone
+    through several times. Replacements that are fitted are so on these images.
+    """
+    images = Peeked(images, student, PURPOSE)
+    base = ready_for(images.first, student, removal)
+    left = [site for site in removable(base) if site.kind == kind]
+    if not left:
+        raise PredictError(f"a chain takes one more {kind} layer, but none is left that can go; give fewer rounds")
+    try:
+        entropies = transfer_entropy(student, images, sites=left, removal=removal, progress=progress)
+    except DataError as error:
+        raise PredictError(f"no {kind} layer can be chosen: {error}; or give fewer rounds") from None
+    site = min(left, key=entropies.__getitem__)
+    pruned = variants_of(base, [site], images)[site]  # around the student's own weights, which training would change
+    return deepcopy(pruned), Pick(site, entropies[site])
+
+
+def fine_tune(
+    student: nn.Module,
+    teacher: nn.Module,
+    data: Data,
+    config: RecoverConfig | None,
+    *,
+    device: str | None = None,
+    workers: int = 0,
+    keeper: Keeper | None = None,
+    watch: Callable[[Progress], None] | None = None,
+) -> Iterator[tuple[int, float]]:
+    """Train ``student`` in place and yield (epoch, accuracy in percent), epoch 0 before anything is trained.
+
+    A ``keeper`` that has a state goes on from there, and epochs that were yielded before are not yielded again.
+    """
+    if config is None:
+        yield 0, evaluate(student, data, workers=workers).top1
+        return
+    epochs = recover(student, teacher, data, config, device=device, workers=workers, keeper=keeper, watch=watch)
+    for epoch in epochs:
+        assert epoch.last is not None
+        yield epoch.number, epoch.last

@@ -1,0 +1,318 @@
+"""Who works on which step, where several processes or machines share a directory. No lock service, no torch here.
+
+A claim on the step ``ag`` is a file ``ag.00000001.claim``, its next holder's ``ag.00000002.claim``, and so on: the
+newest generation counts. What keeps two from holding a step at once:
+
+1. A generation is created exclusively, by one process alone, and only after its predecessor was found let go or dead.
+2. The newest is never removed, renamed or created again, not even when its holder is done, so that generations only
+   grow: one who looked, fell asleep and then creates a generation of long ago finds it there and has lost.
+3. Older ones go when ``KEPT`` newer ones exist. One who slept through all of them can create a generation that is
+   gone, and so looks once more: only the newest is a claim.
+
+A claim is let go by setting its time of change to 0. It is dead, on the machine that wrote it, if its lock is free (a
+kill frees it); seen from another machine, or without locks, if it was not renewed for ``patience`` seconds by the clock
+of the file system. A process that was itself stopped for so long can have lost its claim and does not notice by
+itself: ask ``require_held`` before results are written. That a step is done is known to its ``Job`` alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol, TypeVar
+
+from hetdpt.core.errors import FileError
+from hetdpt.store.atomic import parse_json
+
+PATIENCE = 120.0  # seconds; six beats, and twice the minute for which NFS may show an old time
+BEATS = 6  # renewals within the patience
+KEPT = 16  # generations; takeovers that one may sleep through between a look and a creation
+WAIT = 1.0  # seconds between two looks at what others do
+
+
+class Claim:
+    """The right to work on one step; ``take`` gives it, ``release`` or the end of a ``with`` lets it go.
+
+    It is of the process that took it; a forked child does not hold it.
+    """
+
+    def __init__(self, directory: Path, name: str, generation: int, patience: float, handle: int) -> None:
+        self.directory, self.name, self.generation, self.patience = directory, name, generation, patience
+        self._handle, self._token, self._stop = handle, secrets.token_hex(8), threading.Event()
+        # Windows sets times by name alone.
+        self._target = handle if os.utime in os.supports_fd else _file(directory, name, generation)
+        self._beat = threading.Thread(target=_renew, args=(self._target, self._stop, patience / BEATS), daemon=True)
+        _HELD.add(self)
+
+    @classmethod
+    def take(cls, directory: Path, name: str, patience: float = PATIENCE) -> Claim | None:
+        """Return the claim on the step ``name``, or None where somebody else works on it.
+
+        ``patience`` in seconds is the same for all who share the directory, which is made when needed.
+
+        >>> with tempfile.TemporaryDirectory() as directory:
+        ...     with Claim.take(Path(directory), "ag") as claim:
+        ...         claim.is_held(), Claim.take(Path(directory), "ag")
+        (True, None)
+        """
+        assert re.fullmatch("[A-Za-z0-9-]+", name), f"{name!r} is no name of a step"
+        with _told(directory):
+            directory.mkdir(parents=True, exist_ok=True)
+            newest, owner = _look(directory, name, patience)
+            return cls._create(directory, name, newest + 1, patience) if owner is None else None
+
+    @classmethod
+    def _create(cls, directory: Path, name: str, generation: int, patience: float) -> Claim | None:
+        try:
+            handle = os.open(_file(directory, name, generation), os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+        except FileExistsError:  # somebody else was faster
+            return None
+        claim = cls(directory, name, generation, patience, handle)
+        try:
+            claim._sign()
+            generations = _generations(directory, name)
+            if generations[-1:] == [generation]:
+                claim._beat.start()
+                _remove(directory, name, generations[:-KEPT])
+                return claim
+        except BaseException:
+            claim.release()
+            raise
+        claim.release()  # somebody else came and went meanwhile
+        return None
+
+    def _sign(self) -> None:
+        """Lock the file, and then write whose it is: who reads that it is locked may rely on it."""
+        is_locked = bool(_lock(self._handle, is_shared=False))
+        owner = {"host": _host(), "pid": os.getpid(), "token": self._token, "is_locked": is_locked}
+        os.write(self._handle, f"{json.dumps(owner)}\n".encode())
+        os.fsync(self._handle)  # NFS would keep it to itself until the file is closed
+
+    def is_held(self) -> bool:
+        """Whether the claim still is the newest, and still there."""
+        if self not in _HELD:
+            return False
+        with _told(self.directory), suppress(FileNotFoundError):
+            _clock(self.directory)  # NFS may list from a cache, unless this machine itself has changed the directory
+            if _generations(self.directory, self.name)[-1:] == [self.generation]:
+                file = _file(self.directory, self.name, self.generation)
+                return bool(_owner(file.read_bytes()).get("token") == self._token)
+        return False
+
+    def require_held(self) -> None:
+        """Raise ``FileError`` if another process has taken over."""
+        if not self.is_held():
+            raise FileError(
+                f"another process took over {self.name} in {self.directory}, because this one had not been heard of "
+                f"for {self.patience:g} seconds; this one stops, and nothing is lost"
+            )
+
+    def release(self) -> None:
+        """Let the step go, done or given up; a second time changes nothing."""
+        if self not in _HELD:
+            return
+        _HELD.discard(self)
+        self._stop.set()
+        if self._beat.is_alive():
+            self._beat.join()  # else it could renew what is let go, or what gets the number of the handle next
+        with suppress(OSError):  # taken over and removed, which NFS says
+            os.utime(self._target, (0, 0))
+        os.close(self._handle)
+
+    def __enter__(self) -> Claim:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+
+def holder(directory: Path, name: str, patience: float = PATIENCE) -> str | None:
+    """Return who works on the step ``name``, as in "pid 123 on host"; None where nobody does."""
+    with _told(directory):
+        _, owner = _look(directory, name, patience)
+    if owner is None:
+        return None
+    if not owner:
+        return "a process that is just beginning"
+    return f"pid {owner['pid']} on {owner['host'].split('/')[0]}"
+
+
+Task = TypeVar("Task", contravariant=True)
+Result = TypeVar("Result", covariant=True)
+
+
+class Job(Protocol[Task, Result]):
+    """Tasks that processes share, each of which leaves something behind once it is done."""
+
+    def name(self, task: Task, /) -> str:
+        """Return what it is claimed by; tasks of one name are not worked on at once."""
+
+    def result(self, task: Task, /) -> Result | None:
+        """Return what it came to; None until it is done, by this process or another."""
+
+    def can_begin(self, task: Task, /) -> bool:
+        """Whether all that it needs is there."""
+
+    def take(self, task: Task, claim: Claim, /) -> None:
+        """Do it, so that it has a result then; what is written is written under ``claim``."""
+
+    def wait(self, who: str, /) -> None:
+        """Be told that nothing can be taken until ``who`` is done."""
+
+
+def work(directory: Path, tasks: Iterable[Task], job: Job[Task, Result]) -> Iterator[tuple[Task, Result, bool]]:
+    """Do the ``tasks`` that nobody works on, one after another, until all are done by somebody.
+
+    Each that is done is yielded with what it came to, and whether this process did it, now. Claims are files in
+    ``directory``.
+    """
+    left, own = list(tasks), list[Task]()
+    while left:
+        for task in list(left):
+            if (result := job.result(task)) is not None:
+                left.remove(task)
+                yield task, result, task in own
+        if found := _next(directory, left, job):
+            task, claim = found
+            with claim:
+                if job.result(task) is None:  # not done since we looked
+                    job.take(task, claim)
+                    own.append(task)
+        elif left:
+            others = (holder(directory, job.name(task)) for task in left)
+            job.wait(next((other for other in others if other), "another process"))
+            time.sleep(WAIT)
+
+
+def _next(directory: Path, left: list[Task], job: Job[Task, Any]) -> tuple[Task, Claim] | None:
+    """Return a task that can be begun, claimed for this process; None where there is none to be had."""
+    for task in left:
+        if job.can_begin(task) and (claim := Claim.take(directory, job.name(task))):
+            return task, claim
+    return None
+
+
+_HELD: set[Claim] = set()  # by this process
+
+
+def _forget() -> None:
+    """Close the handles that a forked child has inherited: it would keep the lock when its parent is killed."""
+    for claim in _HELD:
+        os.close(claim._handle)
+    _HELD.clear()
+
+
+if hasattr(os, "register_at_fork"):  # Windows has no fork
+    os.register_at_fork(after_in_child=_forget)
+
+
+def _renew(target: int | Path, stop: threading.Event, seconds: float) -> None:
+    while not stop.wait(seconds):
+        with suppress(OSError):  # a file system that does not answer may answer the next time
+            os.utime(target)
+
+
+def _look(directory: Path, name: str, patience: float) -> tuple[int, dict[str, Any] | None]:
+    """Return the newest generation, 0 if there is none, and who works under it: {} if unsigned, None if nobody."""
+    newest = max(_generations(directory, name), default=0)
+    try:
+        with _file(directory, name, newest).open("rb") as file:
+            owner = _owner(file.read())
+            return newest, owner if _is_live(file.fileno(), owner, directory, patience) else None
+    except FileNotFoundError:  # there is none, or it became old and went; then the next one exists already
+        return newest, None
+
+
+def _is_live(handle: int, owner: dict[str, Any], directory: Path, patience: float) -> bool:
+    """Whether somebody works under a claim, going by its lock where that can be seen, by its age otherwise."""
+    if os.fstat(handle).st_mtime == 0:
+        return False
+    if owner.get("host") == _host() and owner["is_locked"]:
+        is_free = _lock(handle, is_shared=True)  # shared: two that look are not in each other's way
+        if is_free is not None:
+            return not is_free
+    now = _clock(directory)  # before the time of the claim: if we are stopped in between, the claim looks young
+    return now - os.fstat(handle).st_mtime < patience
+
+
+def _lock(handle: int, *, is_shared: bool) -> bool | None:
+    """Lock the file of a claim until it is closed; False where another process has it, None where there are no locks.
+
+    Those of Windows do not count: what is locked there cannot be read by others.
+    """
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        return None
+    try:
+        fcntl.flock(handle, (fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without locks
+        return None
+    return True
+
+
+def _clock(directory: Path) -> float:
+    """Return the time of the file system, in seconds; the clocks of machines differ."""
+    with tempfile.TemporaryFile(dir=directory) as file:
+        if os.utime in os.supports_fd:  # not on Windows, where a new file has the time
+            os.utime(file.fileno())
+        return os.fstat(file.fileno()).st_mtime
+
+
+def _owner(content: bytes) -> dict[str, Any]:
+    """Return what is written in a claim; {} if it is not, or not wholly, written yet."""
+    try:
+        owner = parse_json(content)
+    except ValueError:
+        return {}
+    return owner if isinstance(owner, dict) and {"host", "pid", "token", "is_locked"} <= owner.keys() else {}
+
+
+def _host() -> str:
+    """Return the name of this machine and of its boot: machines may share a name."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
+    except OSError:
+        boot = ""
+    return f"{socket.gethostname()}/{boot}"
+
+
+def _file(directory: Path, name: str, generation: int) -> Path:
+    return directory / f"{name}.{generation:08d}.claim"
+
+
+def _generations(directory: Path, name: str) -> list[int]:
+    """Return the generations there are of a claim, the newest last."""
+    files = os.listdir(directory) if directory.is_dir() else []
+    matches = [re.fullmatch(rf"{name}\.(\d{{8}})\.claim", file) for file in files]
+    return sorted(int(match[1]) for match in matches if match)
+
+
+def _remove(directory: Path, name: str, generations: list[int]) -> None:
+    for generation in generations:
+        with suppress(PermissionError):  # Windows, where it stays while one who sleeps has it open
+            _file(directory, name, generation).unlink(missing_ok=True)
+
+
+@contextmanager
+def _told(directory: Path) -> Iterator[None]:
+    """Say in a sentence what the file system refuses."""
+    try:
+        yield
+    except OSError as error:
+        text = f"{directory} cannot be shared with other processes: {error.strerror}; give another place"
+        raise FileError(text) from None

@@ -1,0 +1,260 @@
+"""What a model, and the same without the layers of a plan, saw of images: a figure, and the numbers beside it.
+
+NAME.png    or .svg: for each image the maps of whole models and of every block, removed layers framed
+NAME.json   checksums of the images, classes, probabilities, how alike neighbouring layers are
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from math import isfinite
+from pathlib import Path
+from typing import Any, Literal
+
+from torch import Tensor, nn
+
+from hetdpt.adapters.labels import class_names, find_class
+from hetdpt.adapters.preprocessing import preprocessing_of
+from hetdpt.core.errors import DataError, FileError, PlanError
+from hetdpt.core.modules import clone
+from hetdpt.core.plan import Plan
+from hetdpt.data.pictures import as_seen, picture_files, prepared
+from hetdpt.data.unlabelled import ImageBatches, open_images
+from hetdpt.report.panels import require_figure
+from hetdpt.report.relevance import Layer, Picture, draw, title
+from hetdpt.store.atomic import require_new, sha256, written
+from hetdpt.studies.relevance import (
+    Contrast,
+    Pair,
+    Relevance,
+    contrast,
+    explain,
+    likeness,
+    mean,
+    neighbours,
+    require_classifier,
+)
+from hetdpt.surgery.calibrate import calibrate_
+from hetdpt.surgery.remove import prune_, record_of, sites
+
+MEASURES: dict[str, Literal["cosines", "ranks"]] = {"cosine": "cosines", "rank": "ranks"}
+"""What is said of a pair of maps, and what ``Pair`` calls it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExplainConfig:
+    """What the maps speak for, which layers go, and how much of it is drawn."""
+
+    target: int | str | None = None
+    """Number or name of the class; the most probable one of each image by default."""
+    plan: Plan | None = None
+    """Layers to mark; the model without them is looked at too."""
+    data: str | None = None
+    """Images, as ``open_images`` calls them, on which fitted replacements of these layers are fitted."""
+    root: Path | None = None
+    """Where that data is, if not here."""
+    calibration: int = 256
+    """How many of its images."""
+    first: int = 8
+    """Images to take of a folder, by name."""
+    drawn: int = 8
+    """Images to draw, the first ones; numbers are of all."""
+    batch_size: int = 8
+    """Images at once."""
+    name: str | None = None
+    """What the model is called in the record: its class by default."""
+    overwrite: bool = False
+    """Whether an earlier figure and its numbers may be replaced."""
+
+    def __post_init__(self) -> None:
+        if self.data is not None and not self.plan:
+            raise PlanError("data is for what takes the place of removed layers, but no layer goes; give a plan too")
+        for name in ("calibration", "first", "drawn", "batch_size"):
+            if getattr(self, name) < 1:
+                raise DataError(f"{name} is a number of images, 1 or more, not {getattr(self, name)}")
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What was seen of images."""
+
+    model: str
+    plan: Plan | None
+    files: tuple[Path, ...]
+    checksums: tuple[str, ...]
+    """SHA-256 of each file."""
+    names: tuple[str, ...] | None
+    """Of all classes; None where nobody knows."""
+    found: Relevance
+    """Of the model as it was given."""
+    pruned: Relevance | None
+    """Of the model without the layers of the plan, for the same classes; None without a plan, or attention left."""
+    layers: tuple[Layer, ...]
+
+    @cached_property
+    def pairs(self) -> tuple[Pair, ...]:
+        """How alike neighbouring maps of the model as it was given are."""
+        return neighbours(self.found)
+
+    def record(self) -> dict[str, Any]:
+        """Return all numbers as plain JSON; what cannot be known is null."""
+        alike = {name: likeness(self.pairs, by) for name, by in MEASURES.items()}
+        removed = {layer.block for layer in self.layers if layer.is_removed}
+        return {
+            "model": self.model,
+            "plan": json.loads(self.plan.to_json()) if self.plan else None,
+            "rows": self.found.rows,
+            "images": [self._image(number) for number in range(len(self.files))],
+            "layers": [
+                {**asdict(layer), **{name: _known(mean(of.get(layer.block, ()))) for name, of in alike.items()}}
+                for layer in self.layers
+            ],
+            "pairs": [_pair(pair) for pair in self.pairs],
+            "contrast": {name: _contrast(contrast(of, removed)) for name, of in alike.items()},
+        }
+
+    def _image(self, number: int) -> dict[str, Any]:
+        target = self.found.classes[number]
+        return {
+            "file": str(self.files[number]),
+            "sha256": self.checksums[number],
+            "class": target,
+            "class_name": self._name(target),
+            **self._answer(self.found, number),
+            "pruned": self._answer(self.pruned, number) if self.pruned else None,
+        }
+
+    def _answer(self, one: Relevance, number: int) -> dict[str, Any]:
+        return {
+            "probability": one.probabilities[number],
+            "answer": one.answers[number],
+            "answer_name": self._name(one.answers[number]),
+            "answer_probability": one.answer_probabilities[number],
+        }
+
+    def _name(self, number: int) -> str | None:
+        return self.names[number] if self.names else None
+
+
+def _pair(pair: Pair) -> dict[str, Any]:
+    return {
+        "blocks": pair.blocks,
+        **{name: _known(mean(getattr(pair, of))) for name, of in MEASURES.items()},
+        **{of: [_known(value) for value in getattr(pair, of)] for of in MEASURES.values()},
+    }
+
+
+def _known(value: float) -> float | None:
+    return value if isfinite(value) else None
+
+
+def _contrast(found: Contrast | None) -> dict[str, Any] | None:
+    return {**asdict(found), "difference": found.difference} if found else None
+
+
+def explain_into(
+    figure: str | Path,
+    model: nn.Module,
+    images: str | Path | Sequence[str | Path],
+    config: ExplainConfig | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Explanation:
+    """Draw what each attention layer of ``model`` saw of ``images``, files or folders of them, and return it.
+
+    Beside ``figure``, PNG or SVG by its name, goes ``Explanation.record`` as JSON. The model stays as it is;
+    ``progress`` is told (images seen, in all).
+    """
+    figure, config = Path(figure), config or ExplainConfig()
+    files = picture_files([images] if isinstance(images, str | Path) else images, config.first)
+    require_places(figure, config.overwrite, files)
+    require_classifier(model)
+    wants = preprocessing_of(model)
+    given, names = prepared(files, wants), class_names(model)
+    target = find_class(config.target, names) if isinstance(config.target, str) else config.target
+    student = _pruned(model, config) if config.plan else None  # a plan that does not fit is refused before all else
+    found = explain(model, given, target, batch_size=config.batch_size, progress=progress)
+    made = Explanation(
+        model=config.name or type(model).__name__,
+        plan=config.plan,
+        files=tuple(files),
+        checksums=tuple(map(sha256, files)),
+        names=names,
+        found=found,
+        pruned=_without(student, given, found.classes, config.batch_size) if student is not None else None,
+        layers=_layers(model, found, config.plan or Plan()),
+    )
+    _write(figure, made, as_seen(given[: config.drawn], wants))
+    return made
+
+
+def numbers_beside(figure: Path) -> Path:
+    """Return the file of the numbers that go with ``figure``."""
+    return figure.with_suffix(".json")
+
+
+def require_places(figure: Path, overwrite: bool, read: Iterable[Path] = ()) -> None:
+    """Raise ``FileError`` unless ``figure`` is called as one is, and both it and its numbers may be written.
+
+    What is ``read``, a plan or an image, is not written over, on purpose or not.
+    """
+    require_figure(figure)
+    used = {file.resolve() for file in read}
+    for file in (figure, numbers_beside(figure)):
+        if file.resolve() in used:
+            raise FileError(f"{file} would be written over, but it is read here; call the figure something else")
+        if file.is_dir():
+            raise FileError(f"{file} is a directory, where a file is to be written; call the figure something else")
+        require_new(file, overwrite)
+
+
+def _without(student: nn.Module, images: Tensor, classes: tuple[int, ...], batch_size: int) -> Relevance | None:
+    """Return the maps of the model without the layers of the plan; None where no attention is left."""
+    if not any(site.kind == "attention" for site in sites(student)):
+        return None
+    return explain(student, images, classes, batch_size=batch_size)
+
+
+def _pruned(model: nn.Module, config: ExplainConfig) -> nn.Module:
+    """Return a copy of the model without the layers of the plan, replacements fitted where there are images."""
+    assert config.plan is not None
+    if config.data is None or not config.plan.fitted:
+        return prune_(clone(model), config.plan)
+    source = open_images(config.data, root=config.root)
+    return calibrate_(
+        clone(model), config.plan, ImageBatches(source, preprocessing_of(model), count=config.calibration)
+    )
+
+
+def _layers(model: nn.Module, found: Relevance, plan: Plan) -> tuple[Layer, ...]:
+    record = record_of(model)
+    gone = {*plan.activation, *(record.plan.activation if record else ())}
+    return tuple(
+        Layer(site.block, each is None or plan.removes(site), site.block in gone)
+        for site, each in zip(found.sites, found.maps, strict=True)
+    )
+
+
+def _write(figure: Path, made: Explanation, seen: Any) -> None:
+    """Write figure and numbers, each whole or not at all; ``seen`` are the images to draw, (B, H, W, C)."""
+    values, wholes = made.record(), [("whole model", made.found)]
+    if made.pruned:
+        wholes.append(("pruned model", made.pruned))
+    pictures = [
+        Picture(
+            title=title(values["images"][number]),
+            image=image,
+            wholes=tuple((name, one.whole[number].numpy()) for name, one in wholes if one.whole is not None),
+            maps=tuple(None if each is None else each[number].numpy() for each in made.found.maps),
+        )
+        for number, image in enumerate(seen)
+    ]
+    try:
+        figure.parent.mkdir(parents=True, exist_ok=True)
+        with written(figure) as drawing, written(numbers_beside(figure)) as numbers:
+            draw(pictures, made.layers, drawing)
+            numbers.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise FileError(f"{figure} cannot be written: {error.strerror or error}; give another place") from None

@@ -1,0 +1,1 @@
+"""A model changed in place by a plan: gates, removal, merging, calibration."""

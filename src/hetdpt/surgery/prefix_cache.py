@@ -1,0 +1,331 @@
+"""A model and its variants side by side on the same images, each variant run only from where it differs.
+
+A variant is a copy of the model with some of its modules replaced. What had finished before the first of them is
+recalled from the pass of the model itself, so no ``forward`` is copied and no family is known. What the variants are,
+and what their answers are worth, is said elsewhere: no site, no plan and no entropy lives here.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from math import nan
+from typing import Any, Generic, Literal, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import Node
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from hetdpt.adapters.heads import logits_of
+from hetdpt.core.errors import DataError, ModelError
+from hetdpt.core.modules import clone
+
+K = TypeVar("K")
+"""What a variant is called by."""
+ProbeName = Literal["logits", "feature"]
+PROBES = ("logits", "feature")
+MEMORY = 1 << 30
+"""Bytes that may be kept of one batch to be recalled."""
+
+
+class Probe:
+    """What is looked at: the answer of a model, or what its ``heads`` (paths of linear layers) are given."""
+
+    def __init__(self, heads: tuple[str, ...] = ()) -> None:
+        self.heads = heads
+
+    @classmethod
+    def of(cls, name: ProbeName, model: nn.Module, images: Tensor, purpose: str) -> Probe:
+        """Return the probe called ``name``; ``purpose`` is what a sentence says it is for."""
+        if name not in PROBES:
+            raise DataError(f"the probe of {purpose} is one of {', '.join(PROBES)}, not {name!r}")
+        return cls(heads_of(model, images[:1]) if name == "feature" else ())
+
+    def __call__(self, model: nn.Module, images: Tensor) -> Tensor:
+        """Return F (B, C) for ``images`` (B, C, H, W)."""
+        given: list[Tensor] = []
+        with ExitStack() as stack:
+            for path in self.heads:
+                head = model.get_submodule(path)
+                stack.callback(head.register_forward_pre_hook(lambda _, args: given.append(args[0])).remove)
+            answer = model(images)
+        return torch.cat([values.reshape(len(images), -1) for values in given or [_logits(answer)]], 1)
+
+
+def _logits(answer: Any) -> Tensor:
+    """Return the logits in an answer, or its first tensor where there are none."""
+    try:
+        return logits_of(answer)
+    except ModelError:
+        if not (tensors := _tensors(answer)):
+            raise
+        return tensors[0]
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+
+
+def heads_of(model: nn.Module, images: Tensor) -> tuple[str, ...]:
+    """Return the paths of the linear layers whose outputs make the logits; ``ModelError`` if there are none.
+
+    They are the first that one meets on every way back from the logits. A residual stream leads past every linear
+    layer to the image, so a model without a head is told from one with a head.
+    """
+    makers: dict[Node | None, str] = {}
+    with torch.inference_mode(False), torch.enable_grad(), ExitStack() as stack:
+        for path, module in model.named_modules():
+            if isinstance(module, nn.Linear):
+
+                def keep(_: nn.Module, args: Any, output: Tensor, path: str = path) -> None:
+                    makers[output.grad_fn] = path
+
+                stack.callback(module.register_forward_hook(keep).remove)
+        image = images.clone().requires_grad_().clone()
+        answer = _logits(model(image))
+    met, seen = _ways_back([answer.grad_fn], makers)
+    if not met or image.grad_fn in seen:
+        raise ModelError(
+            f"probe 'feature' is what goes into the linear layers that make the logits, but {type(model).__name__} "
+            "has none at its end; use probe 'logits', which is the answer of any model"
+        )
+    return tuple(dict.fromkeys(makers[node] for node in makers if node in met))
+
+
+def _ways_back(ends: Iterable[Node | None], stops: Iterable[Node | None]) -> tuple[set[Node], set[Node]]:
+    """Return the nodes among ``stops`` that one meets on the ways back from ``ends``, and all nodes up to them."""
+    stops, met, seen, todo = set(stops), set[Node](), set[Node](), [*ends]
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if node in stops:
+            met.add(node)
+        else:
+            todo += [source for source, _ in node.next_functions]
+    return met, seen
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A moment of a pass: which modules had finished, the outermost ones, and whose answers are read afterwards."""
+
+    moment: int
+    finished: frozenset[str]
+    read: frozenset[str]
+
+
+class Course:
+    """When each module of a model ran, and what the probe was computed from, as autograd saw it in one pass."""
+
+    def __init__(self, model: nn.Module, probe: Probe, images: Tensor) -> None:
+        self.clock = 0
+        self.starts: dict[str, int] = {}
+        self.stops: dict[str, int] = {}
+        self.calls = Counter[str]()
+        self.given: list[tuple[int, Node | None]] = []
+        """What modules were given, and when; a variant may read it where the model does not."""
+        self.makers: defaultdict[Node, set[str]] = defaultdict(set)
+        self.unseen: set[str] = set()
+        """Modules with an answer that has no gradient: who reads it is not known."""
+        with torch.inference_mode(False), torch.enable_grad(), ExitStack() as stack:
+            for path, module in model.named_modules():
+                begin = module.register_forward_pre_hook(partial(self._begin, path), with_kwargs=True)
+                end = module.register_forward_hook(partial(self._end, path), with_kwargs=True)
+                stack.callback(begin.remove)
+                stack.callback(end.remove)
+            self.end = probe(model, images.clone().requires_grad_().clone()).grad_fn
+
+    def _begin(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self.starts.setdefault(path, self.clock)
+        self.given += [(self.clock, value.grad_fn) for value in _tensors((args, kwargs))]
+        self.clock += 1
+
+    def _end(self, path: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        self.calls[path] += 1
+        given = {id(value) for value in _tensors((args, kwargs))}
+        answers = _tensors(output)
+        if all(id(answer) in given for answer in answers):  # dropout, identity: nothing to be saved
+            return
+        self.stops[path] = self.clock
+        self.clock += 1
+        for answer in answers:
+            if answer.grad_fn is None:
+                self.unseen.add(path)
+            else:
+                self.makers[answer.grad_fn].add(path)
+
+    def cut_before(self, paths: Iterable[str]) -> Cut:
+        """Return the moment at which the first of the modules at ``paths`` starts.
+
+        Whatever finished before it cannot depend on it. A module that runs twice is none of the finished ones.
+        """
+        moment = min(map(self._start, paths))
+        done = {path for path, stop in self.stops.items() if stop < moment and self.calls[path] == 1}
+        finished = frozenset(path for path in done if done.isdisjoint(_above(path)))
+        nodes = {node for node, makers in self.makers.items() if not makers.isdisjoint(finished)}
+        met, _ = _ways_back([self.end, *(node for time, node in self.given if time >= moment)], nodes)
+        read = {path for node in met for path in self.makers[node]} | self.unseen
+        return Cut(moment, finished, finished & read)
+
+    def _start(self, path: str) -> int:
+        """Return when the module at ``path`` starts; where it never runs, the one around it, which may read it."""
+        return next(self.starts[place] for place in (path, *_above(path)) if place in self.starts)
+
+
+def _above(path: str) -> Iterator[str]:
+    while path:
+        path = path.rpartition(".")[0]
+        yield path
+
+
+class Recall(nn.Module):
+    """Stands for a module that has run already: answers what it answered then, whatever it is given.
+
+    An answer that nobody reads has its shape alone and is full of NaN, which would show if somebody did.
+    """
+
+    def __init__(self, module: nn.Module, answers: dict[str, Any], path: str, is_read: bool) -> None:
+        super().__init__()
+        self.module = (module,)  # a tuple, so that it is no child
+        self.answers, self.path, self.is_read = answers, path, is_read
+
+    def forward(self, *_: Any, **__: Any) -> Any:
+        return tree_map_only(Tensor, torch.clone if self.is_read else _blank, self.answers[self.path])
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what the module itself would: a model may ask its patch embedding for the grid."""
+        return getattr(vars(self)["module"][0], name)
+
+
+def _blank(values: Tensor) -> Tensor:
+    """Return NaN in the shape of ``values``, in the memory of one number; integers as they are."""
+    return values.new_full((), nan).expand(values.shape) if values.is_floating_point() else values.clone()
+
+
+class Scan(Generic[K]):
+    """A model and its variants, side by side on the same images.
+
+    The model runs in full and leaves what its modules answered; a variant recalls the answers of all that finished
+    before the first module in which it differs, and runs in full where no difference is found. That holds for any
+    model, in whatever order and with whatever connections its modules run. What it takes from a model is that its
+    modules can be stood for, and that autograd shows who reads whom; each moment from which variants are to start is
+    tried on one image, and left out where the answer is not the same bit by bit.
+    """
+
+    @torch.no_grad()
+    def __init__(
+        self, model: nn.Module, variants: Mapping[K, nn.Module], probe: Probe, images: Tensor, memory: int
+    ) -> None:
+        """``variants`` are copies (``clone``) of ``model`` with modules replaced, all in eval mode; they stay as given.
+
+        ``images`` are the first batch. ``memory`` (bytes) bounds what is kept of a batch of that size.
+        """
+        self.model, self.probe = clone(model), probe
+        self.kept: dict[str, Any] = {}
+        self.variants = {key: clone(variant) for key, variant in variants.items()}
+        self.recalled: dict[K, Cut] = {}
+        self.is_kept: dict[str, bool] = {}
+        """Modules whose answers are kept: whole, or their shapes alone."""
+        sample = images[-1:]
+        trial = clone(self.model)
+        cuts = self._cuts(sample)
+        self._keep(cuts.values())
+        for path in self.is_kept:
+            self.model.get_submodule(path).register_forward_hook(partial(self._note, path))
+        whole = probe(self.model, sample)
+        affordable = self._affordable(cuts.values(), memory // len(images))
+        # the latest first, so that what a cut recalls has not run in the trials before it
+        holding = [cut for cut in reversed(affordable) if self._holds(cut, trial, sample, whole)]
+        for key, cut in cuts.items():
+            earlier = next((other for other in holding if other.moment <= cut.moment), None)
+            if earlier:
+                self.recalled[key] = earlier
+                _put(self.variants[key], self._recalls(self.variants[key], earlier))
+        self._keep(self.recalled.values())
+        self.kept.clear()
+
+    @torch.no_grad()
+    def answers(self, images: Tensor) -> Iterator[tuple[K | None, Tensor]]:
+        """Yield the probe (B, C) of the model, under None, then that of every variant, in the order given."""
+        try:
+            yield None, self.probe(self.model, images)
+            for key, variant in self.variants.items():
+                yield key, self.probe(variant, images)
+        finally:
+            self.kept.clear()
+
+    def _cuts(self, sample: Tensor) -> dict[K, Cut]:
+        """Return where each variant starts to differ; nothing for a model that cannot run under autograd."""
+        before = _members(self.model)  # as it is before it runs, like the variants
+        try:
+            course = Course(self.model, self.probe, sample)
+        except RuntimeError:  # views changed in place, say
+            return {}
+        changed = {key: _changed(before, _members(variant)) for key, variant in self.variants.items()}
+        return {key: course.cut_before(paths) for key, paths in changed.items() if paths}
+
+    def _keep(self, cuts: Iterable[Cut]) -> None:
+        cuts = list(cuts)
+        read = frozenset[str]().union(*(cut.read for cut in cuts))
+        self.is_kept = {path: path in read for cut in cuts for path in cut.finished}
+
+    def _note(self, path: str, module: nn.Module, args: Any, output: Any) -> None:
+        """Keep a copy of an answer, which the model may go on to change in place."""
+        if path in self.is_kept:
+            self.kept[path] = tree_map_only(Tensor, torch.clone if self.is_kept[path] else _blank, output)
+
+    def _affordable(self, cuts: Iterable[Cut], memory: int) -> list[Cut]:
+        """Return every cut or every second, third, ... one, so that what they keep of an image fits in ``memory``."""
+        found = sorted({cut.moment: cut for cut in cuts}.values(), key=lambda cut: cut.moment)
+        for stride in range(1, len(found) + 1):
+            paths = {path for cut in found[::stride] for path in cut.read}
+            if sum(value.nbytes for path in paths for value in _tensors(self.kept[path])) <= memory:
+                return found[::stride]
+        return []
+
+    def _holds(self, cut: Cut, trial: nn.Module, sample: Tensor, whole: Tensor) -> bool:
+        """Whether the model answers ``whole``, bit by bit, if it recalls what finished before ``cut``.
+
+        What is recalled must not have run on ``sample`` in ``trial``, or a module that keeps something of its last
+        pass where autograd cannot see it would seem harmless.
+        """
+        modules = {path: trial.get_submodule(path) for path in cut.finished}
+        _put(trial, self._recalls(trial, cut))
+        try:
+            return torch.equal(self.probe(trial, sample), whole)
+        except Exception:  # whatever a model makes of modules that are not what they seem
+            return False
+        finally:
+            _put(trial, modules)
+
+    def _recalls(self, model: nn.Module, cut: Cut) -> dict[str, nn.Module]:
+        return {path: Recall(model.get_submodule(path), self.kept, path, path in cut.read) for path in cut.finished}
+
+
+def _put(model: nn.Module, modules: Mapping[str, nn.Module]) -> None:
+    for path, module in modules.items():
+        model.set_submodule(path, module)
+
+
+def _members(model: nn.Module) -> dict[str, Any]:
+    """Return what tells each module from others, by path, also where one module has two paths."""
+    return {path: _traits(module) for path, module in model.named_modules(remove_duplicate=False)}
+
+
+def _traits(module: nn.Module) -> tuple[Any, ...]:
+    """Return what a copy has the same and another module has not: class, settings, the very tensors, hooks."""
+    settings = {name: value for name, value in vars(module).items() if isinstance(value, int | float | str)}
+    tensors = [id(tensor) for held in (module._parameters, module._buffers) for tensor in held.values()]
+    return type(module), settings, tensors, [*module._forward_pre_hooks], [*module._forward_hooks]
+
+
+def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> set[str]:
+    """Return the paths at which a variant is not as the model; for a module that is new, the one it was put in."""
+    new = {next(place for place in _above(path) if place in before) for path in after.keys() - before.keys()}
+    return new | {path for path in before if before[path] != after.get(path)}

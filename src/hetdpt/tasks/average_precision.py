@@ -1,0 +1,167 @@
+"""Average precision of boxes, as COCO measures it, by pycocotools."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import redirect_stdout
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor, nn
+
+from hetdpt.core.errors import DataError
+from hetdpt.core.modules import memory_advice
+from hetdpt.data.annotated import AnnotatedEvaluation, AnnotatedSource
+from hetdpt.tasks.boxes import Objects
+from hetdpt.tasks.detector import Detections, Detector, detect
+from hetdpt.tasks.model import of_all_processes
+
+
+@dataclass(frozen=True)
+class DetectionScores:
+    """How well objects are found, in percent; None where there is no object to be found.
+
+    ``ap`` is the mean over classes, and over overlaps (intersection over union) of 50, 55, ..., 95 %, from which on a
+    box counts as found.
+    """
+
+    ap: float
+    ap50: float
+    """At an overlap of 50 %."""
+    ap75: float
+    """At an overlap of 75 %."""
+    ap_small: float | None
+    """Of objects below 32 x 32 pixels."""
+    ap_medium: float | None
+    """Of those below 96 x 96 pixels."""
+    ap_large: float | None
+    """Of larger ones."""
+    recall: float
+    """Share of objects that are found among 100 detections of an image, mean over classes and overlaps (AR100)."""
+    by_class: dict[str, float | None]
+    """``ap`` of each class."""
+    count: int
+    """Images that were read and counted."""
+    unreadable: tuple[str, ...] = ()
+    """Files that could not be read and were not counted."""
+
+    @property
+    def score(self) -> float:
+        """The one number: ``ap``, which is called mAP."""
+        return self.ap
+
+    def record(self) -> dict[str, Any]:
+        """Return the numbers, as JSON takes them."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Found:
+    """What was found in an image beside what is in it."""
+
+    truth: Objects
+    boxes: npt.NDArray[np.float64]
+    """(n, 4): left, top, width and height in pixels."""
+    scores: npt.NDArray[np.float64]
+    """(n,)."""
+    labels: npt.NDArray[np.int64]
+    """(n,)."""
+
+
+def measure_detection(
+    model: nn.Module,
+    batches: AnnotatedEvaluation,
+    source: AnnotatedSource,
+    progress: Callable[[int, int], None] | None = None,
+) -> DetectionScores:
+    """Return the scores of ``model`` on all images of ``batches``, those of all processes together."""
+    assert isinstance(model, Detector)
+    device = next(model.parameters()).device
+    found: list[Found] = []
+    unreadable: list[str] = []
+    for number, batch in enumerate(batches, 1):
+        with memory_advice(f"{len(batch.images)} images at once do not fit in memory; lower --batch-size"):
+            detections = detect(model, batch.to(device))
+        found += [_found(target, one) for target, one in zip(batch.targets, detections, strict=True) if target]
+        unreadable += batch.unreadable
+        if progress is not None:
+            progress(number, len(batches))
+    found, unreadable = of_all_processes(found), of_all_processes(unreadable)
+    if not found:
+        raise DataError(f"none of the images can be read, {unreadable[0]} first; look at the files")
+    return average_precision(found, source.classes, unreadable=sorted(set(unreadable)))
+
+
+def average_precision(
+    found: Sequence[Found], classes: Sequence[str], *, unreadable: Sequence[str] = ()
+) -> DetectionScores:
+    """Return the scores of what was ``found`` in images.
+
+    Boxes around crowds are no objects to be found, but nothing that lies in one counts as wrong.
+    """
+    found = sorted(found, key=lambda one: one.truth.number)
+    evaluation = _evaluated(found, classes)
+    means: list[float | None] = [None if value < 0 else 100 * float(value) for value in evaluation.stats]
+    ap, ap50, ap75, small, medium, large, _, _, recall = means[:9]
+    if ap is None or ap50 is None or ap75 is None or recall is None:
+        raise DataError(f"there is no object to be found in {len(found)} images; measure on images with boxes")
+    precision = evaluation.eval["precision"][:, :, :, 0, -1]  # overlaps, recalls, classes; all sizes
+    by_class = {
+        name: None if (part := precision[:, :, label]).max() < 0 else 100 * float(part[part >= 0].mean())
+        for label, name in enumerate(classes)
+    }
+    return DetectionScores(ap, ap50, ap75, small, medium, large, recall, by_class, len(found), tuple(unreadable))
+
+
+def _evaluated(found: Sequence[Found], classes: Sequence[str]) -> Any:
+    """Return pycocotools' evaluation, which prints what it does; silent here."""
+    from pycocotools.cocoeval import COCOeval
+
+    truth = [
+        _entry(one.truth.number, box, label, area=area, iscrowd=int(crowd))
+        for one in found
+        for box, label, area, crowd in zip(
+            one.truth.boxes, one.truth.labels, one.truth.areas, one.truth.crowd, strict=True
+        )
+    ]
+    answers = [
+        _entry(one.truth.number, box, label, area=box[2] * box[3], score=score)
+        for one in found
+        for box, label, score in zip(one.boxes, one.labels, one.scores, strict=True)
+    ]
+    numbers = [one.truth.number for one in found]
+    with redirect_stdout(io.StringIO()):
+        evaluation = COCOeval(_coco(truth, numbers, classes), _coco(answers, numbers, classes), "bbox")
+        evaluation.evaluate()
+        evaluation.accumulate()
+        evaluation.summarize()
+    return evaluation
+
+
+def _coco(entries: list[dict[str, Any]], images: list[int], classes: Sequence[str]) -> Any:
+    from pycocotools.coco import COCO
+
+    coco = COCO()
+    coco.dataset = {
+        "images": [{"id": number} for number in images],
+        "categories": [{"id": label, "name": name} for label, name in enumerate(classes)],
+        # Numbered from 1: to pycocotools the number 0 says that nothing was matched.
+        "annotations": [{**entry, "id": number} for number, entry in enumerate(entries, 1)],
+    }
+    coco.createIndex()
+    return coco
+
+
+def _entry(image: int, box: npt.NDArray[np.float64], label: int, **others: Any) -> dict[str, Any]:
+    return {"image_id": image, "bbox": box.tolist(), "category_id": int(label), "iscrowd": 0, **others}
+
+
+def _found(target: Mapping[str, Tensor], detections: Detections) -> Found:
+    known = {name: target[f"truth_{name}"].numpy() for name in ("boxes", "labels", "areas", "crowd")}
+    corners = detections.boxes.cpu().double().numpy()
+    boxes = np.concatenate([corners[:, :2], corners[:, 2:] - corners[:, :2]], axis=1)
+    scores, labels = detections.scores.cpu().double().numpy(), detections.labels.cpu().numpy()
+    return Found(Objects(int(target["image"]), **known), boxes, scores, labels)

@@ -1,0 +1,151 @@
+"""Any model, dense or pruned, as a backbone: images in, maps of features out, finest first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hetdpt.adapters.features import feature_maps
+from hetdpt.adapters.models import input_size_of
+from hetdpt.adapters.trace import dry_run
+from hetdpt.core.errors import DataError, ModelError, first_line
+from hetdpt.surgery.remove import resize_
+from hetdpt.tasks.pyramid import SCALES, SimplePyramid
+
+
+class Backbone(nn.Module):
+    """``model`` as a feature extractor: maps (B, C_i, H / s_i, W / s_i) of ``channels`` and ``strides``, finest first.
+
+    Strides are whole, or those of a pyramid; where a side is no multiple of one, the model rounds it up or down.
+
+    A model with stages gives the last map of each stride, of the four coarsest; the last map of a plain ViT becomes a
+    pyramid of ``width`` channels, of strides patch / 4 to 2 patch. ``model`` is the model itself, changed to images of
+    ``size`` (a side, or height and width) if that is given: what prunes, merges or saves a model works on it.
+
+    >>> import hetdpt
+    >>> backbone = Backbone(hetdpt.load(hetdpt.export.saved.DEMO_DIRECTORY), width=32)
+    >>> backbone.channels, backbone.strides
+    ((32, 32, 32, 32), (1.0, 2.0, 4.0, 8.0))
+    >>> [tuple(one.shape[2:]) for one in backbone(torch.zeros(1, 3, 24, 24))]
+    [(24, 24), (12, 12), (6, 6), (3, 3)]
+    """
+
+    def __init__(self, model: nn.Module, *, size: int | tuple[int, int] | None = None, width: int = 256) -> None:
+        super().__init__()
+        if size is not None:
+            resize_(model, size)
+        self.model = model
+        self.layers, shapes = _stages(model, self.input_size)
+        channels, strides = tuple(shape[1] for shape in shapes), _strides(self.input_size[1:], shapes)
+        is_plain = len(self.layers) == 1
+        if is_plain:
+            _check_map(shapes[0][2:], strides[0], self.input_size)
+        self.pyramid = SimplePyramid(channels[0], width) if is_plain else None
+        self.channels: tuple[int, ...] = (width,) * len(SCALES) if is_plain else channels
+        self.strides: tuple[float, ...] = tuple(strides[0] / scale for scale in SCALES) if is_plain else strides
+
+    @property
+    def input_size(self) -> tuple[int, int, int]:
+        """Channels, height and width of the images."""
+        return input_size_of(self.model)
+
+    def coarsest_(self, count: int) -> Backbone:
+        """Leave out all maps but the ``count`` coarsest, with what computes them, and return the backbone."""
+        if not 1 <= count <= len(self.channels):
+            raise ModelError(
+                f"the backbone has {len(self.channels)} maps, but {count} were asked for; set maps to 1 up to that"
+            )
+        if self.pyramid is None:
+            self.layers = self.layers[-count:]
+        else:
+            self.pyramid.levels = self.pyramid.levels[-count:]
+        self.channels, self.strides = self.channels[-count:], self.strides[-count:]
+        return self
+
+    def forward(self, images: Tensor) -> tuple[Tensor, ...]:
+        maps = self._maps(images)
+        return tuple(maps) if self.pyramid is None else self.pyramid(maps[0])
+
+    def forward_with_filtered_kwargs(self, pixel_values: Tensor, **_: Any) -> Any:
+        """Return the maps as the ``BackboneOutput`` of transformers, whose task models call their backbones so."""
+        from transformers.modeling_outputs import BackboneOutput
+
+        return BackboneOutput(feature_maps=self(pixel_values))
+
+    def _maps(self, images: Tensor) -> list[Tensor]:
+        try:
+            return feature_maps(self.model, images, self.layers)
+        except (AssertionError, ValueError, RuntimeError) as error:
+            if tuple(images.shape[1:]) == self.input_size:
+                raise
+            raise DataError(
+                f"this backbone takes images of {_spell(self.input_size)}, but came {_spell(tuple(images.shape[1:]))}: "
+                f"{first_line(error)}; resize them, or make the backbone with size=(height, width)"
+            ) from error
+
+
+class _Maps(nn.Module):
+    """Answers with the maps of a model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, images: Tensor) -> list[Tensor]:
+        return feature_maps(self.model, images)
+
+
+def _stages(model: nn.Module, size: tuple[int, int, int]) -> tuple[tuple[int, ...], list[tuple[int, ...]]]:
+    """Return the last layer of each stride, finest first, and the shape (B, C, h, w) of its map.
+
+    Found by a run without arithmetic; of more strides than a pyramid has, the coarsest count.
+    """
+    shapes: list[tuple[int, ...]] = []
+
+    def look(_: nn.Module, args: Any, maps: list[Tensor]) -> None:
+        shapes[:] = [tuple(one.shape) for one in maps]
+
+    @contextmanager
+    def watch(copy: nn.Module, *_: Any) -> Iterator[None]:
+        copy.register_forward_hook(look)
+        with torch.no_grad():
+            yield
+
+    try:
+        dry_run(_Maps(model), (2, *size), watch)
+    except ModelError as error:
+        cause = error.__cause__
+        raise cause if isinstance(cause, ModelError) else error from None
+    last = {shape[2:]: number for number, shape in enumerate(shapes)}
+    layers = sorted(last.values(), key=lambda number: -shapes[number][2])[-len(SCALES) :]
+    return tuple(layers), [shapes[number] for number in layers]
+
+
+def _strides(size: Sequence[int], shapes: Sequence[tuple[int, ...]]) -> tuple[float, ...]:
+    """Return the strides of maps (B, C, h, w) of images of ``size``, finest first.
+
+    Each is a whole multiple of the one before it: a map of odd side is halved to more than its half, or to less.
+    """
+    longer, stride, strides = max(size), 1.0, []
+    for shape in shapes:
+        stride *= round(longer / max(shape[2:]))
+        longer = max(shape[2:])
+        strides.append(stride)
+    return tuple(strides)
+
+
+def _check_map(sides: Sequence[int], stride: float, size: tuple[int, int, int]) -> None:
+    if min(sides) < 2:
+        least = _spell((round(2 * stride),) * 2)
+        raise ModelError(
+            f"a pyramid needs 2 x 2 patches or more, but images of {_spell(size[1:])} pixels have {_spell(sides)}; "
+            f"give sizes from {least} on"
+        )
+
+
+def _spell(size: Sequence[int]) -> str:
+    return " x ".join(str(side) for side in size)

@@ -1,0 +1,280 @@
+"""Images with boxes around objects, by the name of the data: COCO's format, or drawn shapes. Knows no view."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image
+
+from hetdpt.core.errors import DataError, first_line
+from hetdpt.data.annotated import AnnotatedData, AnnotatedSource
+from hetdpt.data.folders import SPLITS
+from hetdpt.data.listed import decode_file, hint_of_turning
+from hetdpt.store.atomic import parse_json
+from hetdpt.tasks import shapes
+from hetdpt.tasks.box_views import BoxView, Objects
+
+__all__ = ["BoxView", "CocoBoxes", "Objects", "ShapeBoxes", "open_boxes"]
+
+FILES = ("annotations/instances_{}*.json", "annotations/{}*.json", "{}/_annotations.coco.json", "{}*.json")
+"""Where the annotations of a split may lie, the likeliest first."""
+PROBES = 20
+"""Images of which one at least must lie in a folder, for it to be theirs."""
+
+
+def open_boxes(name: str, *, splits: tuple[str, ...] = ("train", "val")) -> AnnotatedData:
+    """Return the splits of the data called ``name``; ``splits`` are of ``train`` and ``val``.
+
+    ``name`` is a folder in COCO's layout (``train2017/``, ``annotations/instances_train2017.json`` and the like), one
+    file of annotations, which then is every split that is asked for, or ``shapes``: drawn images that come with hetdpt.
+
+    >>> data = open_boxes("shapes")
+    >>> len(data.train), len(data.val), data.classes
+    (400, 100, ('rectangle', 'disc', 'triangle'))
+    """
+    if not splits or not set(splits) <= set(SPLITS):
+        raise DataError(f"the splits are train and val, not {', '.join(splits) or 'none'}")
+    opened = {split: _open(name, split) for split in splits}
+    classes = opened[splits[0]].classes
+    for split in opened.values():
+        if split.classes != classes:
+            example = next(iter(sorted(set(split.classes) ^ set(classes))), "their order")
+            raise DataError(
+                f"train and val of {name} do not have the same classes, for example {example!r}; labels must mean the "
+                "same in both"
+            )
+    return AnnotatedData(name, opened.get("train"), opened.get("val"), classes)
+
+
+def _open(name: str, split: str) -> AnnotatedSource:
+    path = Path(name)
+    if name == shapes.NAME:
+        return ShapeBoxes(split)
+    if path.is_dir():
+        return CocoBoxes(*_found(path, split))
+    if path.is_file():
+        root = path.parent.parent if path.parent.name == "annotations" else path.parent
+        content = _content(path)
+        return CocoBoxes(path, content, _images_of(content, path, root, path.stem))
+    raise DataError(
+        f"there is no folder or file {name}; boxes come from a folder in COCO's layout, a file of annotations or "
+        f"{shapes.NAME}"
+    )
+
+
+class CocoBoxes:
+    """A split in COCO's format. Labels are 0, 1, ... in the order of the category ids, which may have gaps."""
+
+    def __init__(self, file: Path, content: dict[str, list[Any]], folder: Path) -> None:
+        self._file, self._folder = file, folder
+        categories = sorted(
+            (_of(entry, "id", file, int), str(_of(entry, "name", file))) for entry in content["categories"]
+        )
+        self.category_ids: tuple[int, ...] = tuple(number for number, _ in categories)
+        """The category of each label, as the file numbers them."""
+        self.classes: tuple[str, ...] = tuple(_class_names(categories))
+        """Their names; those of one name have their ids behind it."""
+        if len(set(self.category_ids)) < len(categories):
+            raise DataError(f"{file} has two categories of the same id; every class must have its own")
+        self._names = [str(_of(entry, "file_name", file)) for entry in content["images"]]
+        side = int | float | None
+        self._sizes = [tuple(_of(entry, key, file, side) for key in ("height", "width")) for entry in content["images"]]
+        self._objects = _objects(content, self.category_ids, file)
+        if not any(len(objects.boxes) for objects in self._objects):
+            raise DataError(f"{file} has no box of an image that it lists; there is nothing to learn or to measure")
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __getitem__(self, index: int) -> tuple[Image.Image, Objects]:
+        path = self.name_of(index)
+        image = decode_file(path)
+        height, width = self._sizes[index]
+        if height is not None and width is not None and (width, height) != image.size:
+            raise DataError(
+                f"{path} has {image.width} x {image.height} pixels but {self._file} says {width} x {height}; its boxes "
+                f"would not fit{hint_of_turning(image, (width, height))}"
+            )
+        return image, self._objects[index]
+
+    def name_of(self, index: int) -> str:
+        return str(self._folder / self._names[index])
+
+    def facts(self) -> dict[str, Any]:
+        found = hashlib.sha256("\n".join(self._names).encode())
+        for objects in self._objects:
+            found.update(objects.boxes.tobytes() + objects.labels.tobytes() + objects.crowd.tobytes())
+        boxes = sum(len(objects.boxes) for objects in self._objects)
+        return {"images": len(self), "boxes": boxes, "checksum": found.hexdigest()}
+
+
+class ShapeBoxes:
+    """Drawn rectangles, discs and triangles, each with the box around what is to be seen of it."""
+
+    classes = shapes.CLASSES
+
+    def __init__(self, split: str) -> None:
+        self._split, self._seed = split, [*shapes.COUNTS].index(split)
+
+    def __len__(self) -> int:
+        return shapes.COUNTS[self._split]
+
+    def __getitem__(self, index: int) -> tuple[Image.Image, Objects]:
+        drawing = shapes.draw(self._seed, index, shapes.SIDE_WITH_BOXES)
+        boxes = np.array([_around(mask) for mask in drawing.masks], dtype=np.float64)
+        areas = drawing.masks.sum(axis=(1, 2)).astype(np.float64)
+        nobody = np.zeros(len(boxes), dtype=np.bool_)
+        return Image.fromarray(drawing.image), Objects(index, boxes, drawing.labels, areas, nobody)
+
+    def name_of(self, index: int) -> str:
+        return f"image {index} of {shapes.NAME} {self._split}"
+
+    def facts(self) -> dict[str, Any]:
+        return {"images": len(self), "seed": self._seed, "side": shapes.SIDE_WITH_BOXES}
+
+
+def _around(mask: npt.NDArray[np.bool_]) -> tuple[int, int, int, int]:
+    """Return left, top, width and height of the box around the pixels of a mask (H, W)."""
+    rows, columns = (np.flatnonzero(mask.any(axis=axis)) for axis in (1, 0))
+    return columns[0], rows[0], columns[-1] + 1 - columns[0], rows[-1] + 1 - rows[0]
+
+
+def _found(folder: Path, split: str) -> tuple[Path, dict[str, list[Any]], Path]:
+    """Return the annotations of a split, what is in them, and the folder of their images."""
+    files = [
+        (file, name)
+        for name in SPLITS[split]
+        for pattern in FILES
+        for file in sorted(folder.glob(pattern.format(name)))
+        if file.is_file()
+    ]
+    if not files:
+        looked = ", ".join(pattern.format(SPLITS[split][0]) for pattern in FILES)
+        raise DataError(
+            f"{folder} has no annotations of {split}: looked for {looked}, also with "
+            f"{', '.join(SPLITS[split][1:])} in place of {SPLITS[split][0]}"
+        )
+    file, name = files[0]
+    content = _content(file)
+    return file, content, _images_of(content, file, folder, name)
+
+
+def _images_of(content: dict[str, list[Any]], file: Path, root: Path, name: str) -> Path:
+    """Return the folder with the images that ``content`` lists."""
+    own = file.stem.removeprefix("instances_")
+    inner = (own, f"images/{own}", name, f"images/{name}", "images", ".")
+    places = [*dict.fromkeys([*(root / place for place in inner), file.parent])]
+    names = [str(_of(entry, "file_name", file)) for entry in content["images"][:PROBES]]
+    for place in places:
+        if any((place / one).is_file() for one in names):
+            return place
+    raise DataError(
+        f"{file} lists the image {names[0] if names else 'nothing'}, but it is in none of {', '.join(map(str, places))}"
+    )
+
+
+def _content(file: Path) -> dict[str, list[Any]]:
+    """Return what is in a file of annotations, which has the three lists of COCO's format at least."""
+    try:
+        content = parse_json(file.read_bytes())
+    except OSError as error:
+        raise DataError(f"{file} cannot be read: {first_line(error)}") from None
+    except ValueError as error:
+        raise DataError(
+            f"{file} is not JSON: {first_line(error)}; annotations in COCO's format were expected"
+        ) from None
+    for key in ("images", "annotations", "categories"):
+        entries = content.get(key) if isinstance(content, dict) else None
+        if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+            raise DataError(f"{file} has no list of {key}; COCO's format has images, annotations and categories")
+        if not entries:
+            raise DataError(f"{file} has an empty list of {key}; there is nothing to learn or to measure")
+    found: dict[str, list[Any]] = content
+    return found
+
+
+def _of(entry: dict[str, Any], key: str, file: Path, kind: Any = int | str) -> Any:
+    if not isinstance(entry.get(key), kind):
+        raise DataError(f"{file} has the entry {_short(entry)}, in which {key!r} is not as in COCO's format")
+    return entry.get(key)
+
+
+def _class_names(categories: Sequence[tuple[int, str]]) -> Iterator[str]:
+    """Yield the names of categories; where several have one name, with the id, so that each can be told of."""
+    counts = Counter(name for _, name in categories)
+    for number, name in categories:
+        yield name if counts[name] == 1 else f"{name} (id {number})"
+
+
+def _short(entry: Any) -> str:
+    text = repr(entry)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _objects(content: dict[str, list[Any]], category_ids: Sequence[int], file: Path) -> list[Objects]:
+    """Return the objects of each image; left out are boxes of no size and those of images that are not listed."""
+    rows: dict[Any, list[tuple[list[float], int, float, bool]]] = {
+        _of(entry, "id", file): [] for entry in content["images"]
+    }
+    if len(rows) < len(content["images"]):
+        raise DataError(f"{file} has two images of the same id; every image must have its own")
+    labels = {number: label for label, number in enumerate(category_ids)}
+    for entry in content["annotations"]:
+        image, category = _of(entry, "image_id", file), _of(entry, "category_id", file)
+        if category not in labels:
+            raise DataError(
+                f"{file} has a box of category {category!r}, but its categories are {_short(list(category_ids))}; add "
+                "the category to the file, or take the box out"
+            )
+        box = _box(entry, file)
+        if image in rows and box[2] > 0 and box[3] > 0:
+            area = _area(entry, file)
+            area = box[2] * box[3] if area is None else area
+            rows[image].append((box, labels[category], area, bool(entry.get("iscrowd", 0))))
+    return [*_as_arrays(rows.values())]
+
+
+def _box(entry: dict[str, Any], file: Path) -> list[float]:
+    box = entry.get("bbox")
+    numbers = [_number(one) for one in box] if isinstance(box, list) else []
+    found = [one for one in numbers if one is not None]
+    if len(numbers) != 4 or len(found) != 4:
+        raise DataError(f"{file} has the box {_short(box)}; left, top, width and height in pixels were expected")
+    return found
+
+
+def _area(entry: dict[str, Any], file: Path) -> float | None:
+    """Return the area that the file gives; None where it gives none."""
+    area = entry.get("area")
+    number = _number(area)
+    if area is not None and number is None:
+        raise DataError(f"{file} has a box whose area is {_short(area)}; pixels were expected, or no area")
+    return number
+
+
+def _number(value: Any) -> float | None:
+    """Return ``value`` if it is a number that a float can hold; JSON has integers of any length."""
+    try:
+        number = float(value) if isinstance(value, int | float) else math.nan
+    except OverflowError:
+        return None
+    return number if math.isfinite(number) else None
+
+
+def _as_arrays(rows: Any) -> Iterator[Objects]:
+    for number, found in enumerate(rows):
+        boxes, labels, areas, crowd = zip(*found, strict=True) if found else ((), (), (), ())
+        yield Objects(
+            number,
+            np.array(boxes, dtype=np.float64).reshape(-1, 4),
+            np.array(labels, dtype=np.int64),
+            np.array(areas, dtype=np.float64),
+            np.array(crowd, dtype=np.bool_),
+        )

@@ -1,0 +1,259 @@
+"""Images with masks: a class for every pixel. Where they lie, and what the numbers in them mean. Augments nothing."""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image
+
+from hetdpt.core.errors import DataError, first_line
+from hetdpt.data.annotated import AnnotatedData, AnnotatedSource
+from hetdpt.data.folders import EXTENSIONS, SPLITS
+from hetdpt.data.listed import decode_file, hint_of_turning
+from hetdpt.tasks import shapes
+from hetdpt.tasks.mask_views import IGNORED, Mask, MaskView
+
+__all__ = ["IGNORED", "DrawnMasks", "MaskFiles", "MaskView", "open_masks"]
+
+FIRST = {"annotations": 1, "masks": 0}
+"""Folders of masks, and the number of class 0 in them: in the former, as in ADE20K, 0 itself is no class."""
+NAMES = ("objectInfo150.txt", "classes.txt")
+"""Files with the names of the classes: the table of ADE20K, or one name on each line."""
+
+
+@dataclass(frozen=True)
+class MaskFiles:
+    """One split of a folder: images, each with the file of its mask."""
+
+    classes: tuple[str, ...]
+    images: tuple[str, ...]
+    masks: tuple[str, ...]
+    first: int
+    """The number that stands for class 0 in the files."""
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> tuple[Image.Image, Mask]:
+        image, file = decode_file(self.images[index]), self.masks[index]
+        numbers = _numbers(file)
+        if numbers.shape != image.size[::-1]:
+            height, width = numbers.shape
+            raise DataError(
+                f"mask {file} has {width} x {height} pixels but its image has {image.width} x {image.height}; "
+                f"a mask has a number for every pixel of its image{hint_of_turning(image, (width, height))}"
+            )
+        return image, self._mask(numbers, file)
+
+    def name_of(self, index: int) -> str:
+        return self.images[index]
+
+    def facts(self) -> dict[str, Any]:
+        names = "\n".join(Path(name).name for name in self.images)
+        return {"images": len(self), "names": hashlib.sha256(names.encode()).hexdigest()}
+
+    def _mask(self, numbers: npt.NDArray[np.int64], file: str) -> Mask:
+        """Return classes from the numbers of a file; refuses a number that is none."""
+        is_class = _is_class(numbers, self.first)
+        last = len(self.classes) - 1 + self.first
+        beyond = numbers[is_class & (numbers > last)]
+        if len(beyond):
+            nothing = f"0 or {IGNORED}" if self.first else f"{IGNORED}"
+            raise DataError(
+                f"mask {file} has the number {beyond[0]}, but the {len(self.classes)} classes are {self.first}-{last}, "
+                f"and {nothing} for no class"
+            )
+        return np.where(is_class, numbers - self.first, IGNORED).astype(np.uint8)
+
+
+@dataclass(frozen=True)
+class DrawnMasks:
+    """A split of drawn images: the background is a class too."""
+
+    seed: int
+    count: int
+    size: int
+    classes: tuple[str, ...] = ("background", *shapes.CLASSES)
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> tuple[Image.Image, Mask]:
+        drawing = shapes.draw(self.seed, index, self.size)
+        classes = (drawing.masks * (drawing.labels + 1)[:, None, None]).sum(axis=0)  # no pixel belongs to two
+        return Image.fromarray(drawing.image), classes.astype(np.uint8)
+
+    def name_of(self, index: int) -> str:
+        return f"drawing {index} of seed {self.seed}"
+
+    def facts(self) -> dict[str, Any]:
+        return {"images": self.count, "size": self.size, "seed": self.seed}
+
+
+def open_masks(name: str, *, splits: tuple[str, ...] = ("train", "val")) -> AnnotatedData:
+    """Return the splits of images with masks called ``name``: a folder, or ``shapes``, which is drawn.
+
+    A folder has ``train/images`` and ``train/masks``, or ``images/train`` and ``masks/train``, and the same for
+    ``val``; masks are PNG files that hold a class for every pixel, 255 for none. In a folder of masks called
+    ``annotations``, as in ADE20K, classes begin with 1 and 0 is none. Images and masks that lie in ``images`` and
+    ``masks`` without a split are both of them: to learn from, and to measure on. The names of the classes are in
+    ``objectInfo150.txt`` or ``classes.txt``; without such a file all masks are read once, to count the classes.
+
+    >>> data = open_masks("shapes")
+    >>> len(data.train), len(data.val), data.classes
+    (400, 100, ('background', 'rectangle', 'disc', 'triangle'))
+    """
+    if not splits or not set(splits) <= set(SPLITS):
+        raise DataError(f"the splits are train and val, not {', '.join(splits) or 'none'}")
+    opened = _drawn() if name == shapes.NAME else _in_folder(Path(name), splits)
+    asked = {split: opened[split] for split in splits}
+    return AnnotatedData(name, asked.get("train"), asked.get("val"), asked[splits[0]].classes)
+
+
+def _drawn() -> dict[str, AnnotatedSource]:
+    counts = enumerate(shapes.COUNTS.items())
+    return {split: DrawnMasks(seed, count, shapes.SIDE_WITH_MASKS) for seed, (split, count) in counts}
+
+
+def _in_folder(folder: Path, splits: tuple[str, ...]) -> dict[str, AnnotatedSource]:
+    """Return the splits that a folder has; ``DataError`` if one of ``splits`` is not among them."""
+    if not folder.is_dir():
+        raise DataError(f"there is no folder {folder}; data is a folder of images and masks, or {shapes.NAME}")
+    places = {split: place for split in SPLITS if (place := _place(folder, split))}
+    for split in splits:
+        if split not in places:
+            raise DataError(_nothing(folder, split))
+    if len({places[split] for split in splits}) < len(splits):
+        warnings.warn(
+            f"{folder} has no splits, so that scores are of the very images that are learned from; for others make "
+            "train and val",
+            stacklevel=3,
+        )
+    firsts = {place.first for place in places.values()}
+    if len(firsts) > 1:
+        raise DataError(f"{folder} has masks in one split and annotations in the other; call both the same")
+    pairs = {split: place.pairs() for split, place in places.items()}
+    first = firsts.pop()
+    classes = _classes(folder, first, (mask for _, masks in pairs.values() for mask in masks))
+    return {split: MaskFiles(classes, *files, first) for split, files in pairs.items()}
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where the images and masks of a split are."""
+
+    images: Path
+    masks: Path
+    first: int
+
+    def pairs(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Return the images, by name, and the mask of each."""
+        images = _images_in(self.images)
+        if not images:
+            raise DataError(f"{self.images} has no images; files that end in {', '.join(EXTENSIONS)} were expected")
+        self._check_names(images)
+        masks = [self.masks / f"{image.stem}.png" for image in images]
+        missing = [mask for mask in masks if not mask.is_file()]
+        if missing:
+            raise DataError(
+                f"{len(missing)} of {len(images)} images in {self.images} have no mask, {missing[0]} first; "
+                "a mask is a PNG file with the name of its image"
+            )
+        return tuple(map(str, images)), tuple(map(str, masks))
+
+    def _check_names(self, images: list[Path]) -> None:
+        """Refuse images that differ in the ends of their names alone."""
+        known: dict[str, str] = {}
+        for image in images:
+            other = known.setdefault(image.stem, image.name)
+            if other != image.name:
+                raise DataError(
+                    f"{self.images} has {other} and {image.name}, which would share the mask {image.stem}.png; give "
+                    "each image a name of its own"
+                )
+
+
+def _place(folder: Path, split: str) -> _Place | None:
+    """Return where the images and masks of a split are; None if they are nowhere."""
+    inside = [(f"{name}/", "") for name in SPLITS[split]]
+    below = [("", f"/{name}") for name in SPLITS[split]]
+    for before, after in (*inside, *below, ("", "")):
+        images = folder / f"{before}images{after}"
+        if not images.is_dir() or not (before or after or _images_in(images)):
+            continue
+        for kind, first in FIRST.items():
+            masks = folder / f"{before}{kind}{after}"
+            if masks.is_dir():
+                return _Place(images, masks, first)
+        raise DataError(f"{images} has no masks: looked for {folder / f'{before}masks{after}'} and annotations")
+    return None
+
+
+def _nothing(folder: Path, split: str) -> str:
+    found = sorted(inner.name for inner in folder.iterdir() if inner.is_dir())
+    looked = [path for name in SPLITS[split] for path in (f"{name}/images", f"images/{name}")]
+    shown = ", ".join(found[:5]) or "no folder"
+    return f"{folder} has no images of split {split}: looked for {', '.join(looked)}, found {shown}"
+
+
+def _images_in(folder: Path) -> list[Path]:
+    return sorted(file for file in folder.iterdir() if file.suffix.lower() in EXTENSIONS and file.name[0] != ".")
+
+
+def _classes(folder: Path, first: int, masks: Iterable[str]) -> tuple[str, ...]:
+    """Return the names of the classes, from a file if there is one, else numbers as high as those in the masks."""
+    file = next((folder / name for name in NAMES if (folder / name).is_file()), None)
+    classes = _names(file) if file else tuple(str(number) for number in range(first, _highest(masks, first) + 1))
+    where = file or f"the masks of {folder}"
+    if not 2 <= len(classes) < IGNORED:
+        hint = f"; of two classes the masks hold {first} and {first + 1}" if len(classes) < 2 else ""
+        raise DataError(f"2-{IGNORED - 1} classes were expected, but {where} came to {len(classes)}{hint}")
+    twice = [name for place, name in enumerate(classes) if name in classes[:place]]
+    if twice:
+        raise DataError(f"{where} has the class {twice[0]!r} twice; give every class a name of its own")
+    return classes
+
+
+def _names(file: Path) -> tuple[str, ...]:
+    """Return the name on each line; of the table of ADE20K, the first of the synonyms in the last column."""
+    try:
+        lines = [line for line in file.read_text(encoding="utf-8-sig").splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"the names of classes in {file} cannot be read: {first_line(error)}") from None
+    if file.name == NAMES[0]:
+        return tuple(line.split("\t")[-1].split(",")[0].strip() for line in lines[1:])
+    return tuple(line.strip() for line in lines)
+
+
+def _highest(masks: Iterable[str], first: int) -> int:
+    """Return the highest number of a class in any of the files; one below the first if there is none."""
+    highest = first - 1
+    for file in masks:
+        try:
+            numbers = _numbers(file)
+        except OSError:
+            continue  # told of when it is used
+        highest = max(highest, int(numbers[_is_class(numbers, first)].max(initial=highest)))
+    return highest
+
+
+def _is_class(numbers: npt.NDArray[np.int64], first: int) -> npt.NDArray[np.bool_]:
+    return np.asarray((numbers >= first) & (numbers != IGNORED))
+
+
+def _numbers(file: str) -> npt.NDArray[np.int64]:
+    """Return the number of every pixel (H, W); of a PNG with a palette, not its colours but the places in it."""
+    mask = decode_file(file)
+    if len(mask.getbands()) != 1 or mask.mode == "F":
+        raise DataError(
+            f"mask {file} is a picture of mode {mask.mode}, but a PNG with one number for each pixel was expected, "
+            "grey or with a palette; turn its colours into numbers of classes"
+        )
+    return np.asarray(mask).astype(np.int64)

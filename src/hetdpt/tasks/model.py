@@ -1,0 +1,66 @@
+"""What a detector and a segmenter have in common: a backbone, the names of classes, and a loss of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar, Protocol, TypeVar
+
+import torch.distributed as dist
+from torch import nn
+
+from hetdpt.adapters.models import input_size_of
+from hetdpt.tasks.backbone import Backbone
+
+One = TypeVar("One")
+
+
+class Scores(Protocol):
+    """What a model of a task is worth; a frozen dataclass of plain numbers."""
+
+    @property
+    def score(self) -> float:
+        """The one number that training reports, in percent."""
+
+    @property
+    def unreadable(self) -> tuple[str, ...]:
+        """Files that could not be read and were not counted."""
+
+    def record(self) -> dict[str, Any]:
+        """Return the numbers, as JSON takes them."""
+
+
+class TaskModel(nn.Module):
+    """A backbone and what a task builds on it.
+
+    ``forward(images, targets)`` is the loss of a batch, ``forward(images)`` the answer.
+    """
+
+    task: ClassVar[str]
+    """The row of ``TASKS`` that it belongs to."""
+
+    def __init__(self, backbone: Backbone, classes: Sequence[str], config: Any) -> None:
+        super().__init__()
+        self.backbone, self.classes, self.config = backbone, tuple(classes), config
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Height and width of its images."""
+        return input_size_of(self.backbone.model)[1:]
+
+    def require_batch(self, images: int) -> None:
+        """Refuse so few ``images`` at once that it cannot learn from them."""
+
+    def no_weight_decay(self) -> set[str]:
+        """Return the parameters that the model in the backbone exempts, under the name by which timm asks."""
+        model: Any = self.backbone.model
+        own = model.no_weight_decay() if hasattr(model, "no_weight_decay") else ()
+        return {f"backbone.model.{name}" for name in own}
+
+
+def of_all_processes(mine: list[One]) -> list[One]:
+    """Return what all processes have, one after another, each giving ``mine``; all of them must ask."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return mine
+    parts: list[list[One]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(parts, mine)
+    return [one for part in parts for one in part]

@@ -1,0 +1,110 @@
+"""How well classes of pixels are found: mIoU, mAcc and aAcc, over all pixels of all images together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torchmetrics.functional.classification import multiclass_confusion_matrix
+
+from hetdpt.core.errors import DataError
+from hetdpt.core.modules import memory_advice
+from hetdpt.data.annotated import AnnotatedEvaluation, AnnotatedSource
+from hetdpt.tasks.masks import IGNORED
+from hetdpt.tasks.model import of_all_processes
+from hetdpt.tasks.segmenter import segment
+
+
+@dataclass(frozen=True)
+class OverlapScores:
+    """How well the classes of pixels are found, in percent.
+
+    With n_ij pixels of class i that are taken for class j, the IoU of class i is
+    n_ii / (sum_j n_ij + sum_j n_ji - n_ii) and its accuracy n_ii / sum_j n_ij. Pixels that do not count are in no sum.
+
+    >>> OverlapScores.of(torch.tensor([[3, 1], [0, 4]]), ("cat", "dog"))
+    OverlapScores(miou=77.5, macc=87.5, aacc=87.5, iou={'cat': 75.0, 'dog': 80.0}, unreadable=())
+    """
+
+    miou: float
+    """Mean IoU of the classes that are there or are taken to be there."""
+    macc: float
+    """Mean accuracy of the classes that are there."""
+    aacc: float
+    """Pixels whose class is found."""
+    iou: dict[str, float | None]
+    """IoU of each class; None for a class that neither is there nor is taken to be there."""
+    unreadable: tuple[str, ...] = ()
+    """Files that could not be read and were not counted."""
+
+    @classmethod
+    def of(cls, counts: Tensor, classes: Sequence[str], unreadable: Sequence[str] = ()) -> OverlapScores:
+        """Return the scores of ``counts`` (classes, classes): pixels by their class, and by the class they get."""
+        counts = counts.double().cpu()
+        right, there, taken = counts.diag(), counts.sum(dim=1), counts.sum(dim=0)
+        if not there.sum():
+            raise DataError("no pixel of the masks counts, so there is nothing to score; look at the masks")
+        union = there + taken - right
+        iou, accuracy = 100 * right / union, 100 * right / there  # nan where a class is not there
+        return cls(
+            miou=float(iou.nanmean()),
+            macc=float(accuracy.nanmean()),
+            aacc=float(100 * right.sum() / there.sum()),
+            iou={
+                name: value if known else None
+                for name, value, known in zip(classes, iou.tolist(), (union > 0).tolist(), strict=True)
+            },
+            unreadable=tuple(sorted(set(unreadable))),
+        )
+
+    @property
+    def score(self) -> float:
+        """The mean IoU."""
+        return self.miou
+
+    def record(self) -> dict[str, Any]:
+        """Return the numbers, as JSON takes them."""
+        return asdict(self)
+
+
+@torch.no_grad()
+def measure_segmentation(
+    model: nn.Module,
+    batches: AnnotatedEvaluation,
+    source: AnnotatedSource,
+    progress: Callable[[int, int], None] | None = None,
+) -> OverlapScores:
+    """Return the scores of ``model`` on all images of ``batches``, at the size of their files, over all processes."""
+    device = next(model.parameters()).device
+    counts = torch.zeros(len(source.classes), len(source.classes), dtype=torch.long, device=device)
+    seen = torch.zeros((), dtype=torch.long, device=device)
+    unreadable: list[str] = []
+    for number, batch in enumerate(batches, 1):
+        with memory_advice(f"{len(batch.images)} images at once do not fit in memory; lower --batch-size"):
+            found = segment(model, batch)
+        masks = (target["original"].to(device) for target in batch.targets if target)
+        for classes, mask in zip(found, masks, strict=True):
+            counts += count(classes, mask, len(counts))
+        seen += len(found)
+        unreadable += batch.unreadable
+        if progress is not None:
+            progress(number, len(batches))
+    if dist.is_available() and dist.is_initialized():
+        dist.all_reduce(counts)
+        dist.all_reduce(seen)
+    unreadable = of_all_processes(unreadable)
+    if not seen:
+        raise DataError(f"none of the images can be read, {unreadable[0]} first; look at the files")
+    return OverlapScores.of(counts, source.classes, unreadable)
+
+
+def count(found: Tensor, mask: Tensor, classes: int) -> Tensor:
+    """Return the pixels (classes, classes) by their class in ``mask`` and by the class found, those that count."""
+    counts: Tensor = multiclass_confusion_matrix(
+        found.flatten(), mask.flatten().long(), classes, ignore_index=IGNORED, validate_args=False
+    )
+    return counts

@@ -1,0 +1,83 @@
+"""The training of a detector or segmenter as a run directory: what was killed goes on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+
+from torch import nn
+
+from hetdpt.adapters.identity import fingerprint
+from hetdpt.core.modules import clone
+from hetdpt.core.plan import Plan
+from hetdpt.data.annotated import AnnotatedData
+from hetdpt.flow.resumable import CALIBRATION, due, keep, log, made_once
+from hetdpt.store.config_diff import flat
+from hetdpt.store.run_directory import Run
+from hetdpt.surgery.remove import place_
+from hetdpt.tasks.learning import LearnConfig, Learned, build, learn
+from hetdpt.tasks.model import TaskModel
+from hetdpt.tasks.saved import load_task, save_task
+from hetdpt.training.processes import start
+from hetdpt.training.trainer import Progress
+
+
+def learn_into(
+    directory: Path,
+    model: nn.Module,
+    data: AnnotatedData,
+    config: LearnConfig,
+    *,
+    plan: Plan | None = None,
+    calibration: int = CALIBRATION,
+    device: str | None = None,
+    workers: int = 0,
+    minutes: float = 10.0,
+    tensorboard: bool = False,
+    watch: Callable[[Progress], None] | None = None,
+) -> Iterator[Learned]:
+    """Train a detector or segmenter on ``model`` and write all of it to ``directory``; called again, it goes on.
+
+    With a ``plan`` the backbone first loses its layers, calibrated on training images of the task. What training began
+    with is saved as ``start``, and when it is done there are ``best`` and ``last``, for ``load_task``.
+    """
+    processes = start(config.training.precision, device)
+    probe = build(clone(model), data, config).backbone.model  # what cannot be is refused before anything is written
+    if plan is not None:
+        place_(probe, plan)
+    with processes.main_process_first():
+        asked = {
+            "model": fingerprint(model),
+            **data.facts,
+            "processes": processes.num_processes,
+            **flat(asdict(config)),
+        }
+        asked["precision"] = processes.mixed_precision
+        if plan is not None:
+            asked |= {"plan": json.loads(plan.to_json()), "calibration": calibration if plan.fitted else None}
+        run = Run.open(directory, asked, minutes, has_board=tensorboard, is_first=processes.is_main_process)
+    if run.summary is None:
+        with processes.main_process_first():  # the others load what it saved
+            make = partial(
+                build, model.to(processes.device), data, config, plan=plan, images=calibration, workers=workers
+            )
+            made = made_once(run, asked, lambda place: save_task(make().cpu(), **place), load_task)
+        epochs = learn(
+            made,
+            data,
+            config,
+            device=device,
+            workers=workers,
+            keeper=run.checkpoints,
+            watch=partial(log, run, watch),
+        )
+        yield from keep(run, epochs, Learned.record, partial(_save, run.directory))
+
+
+def _save(directory: Path, learned: Learned) -> None:
+    for name, copy in due(learned.epoch):
+        assert isinstance(copy, TaskModel)
+        save_task(copy, directory / name, overwrite=True)

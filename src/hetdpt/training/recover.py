@@ -1,0 +1,187 @@
+"""Recovery (paper, stage 2): a pruned student learns from its dense teacher. The loop itself is training's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hetdpt.adapters.models import num_classes_of
+from hetdpt.adapters.preprocessing import preprocessing_of
+from hetdpt.core.errors import TrainError
+from hetdpt.core.modules import memory_advice
+from hetdpt.data.augmentation import Augmentation
+from hetdpt.data.batches import EvaluationBatches, Share, TrainingBatches
+from hetdpt.data.fit import check_classes
+from hetdpt.data.sources import Data, open_data
+from hetdpt.data.subset import require_part, subset
+from hetdpt.measurement.accuracy import measure_accuracy
+from hetdpt.store.settings import changed
+from hetdpt.surgery.remove import drop_paths, merge_, survey_of
+from hetdpt.training.config import TrainConfig
+from hetdpt.training.objective import Distillation, Objective
+from hetdpt.training.processes import Accelerator, start
+from hetdpt.training.trainer import Companion, Epoch, Keeper, Progress, Trainer
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecoverConfig:
+    """How a student is trained back to accuracy; the defaults are those of the paper's release (docs/training.md)."""
+
+    training: TrainConfig = field(default_factory=TrainConfig)
+    """The loop."""
+    augmentation: Augmentation = field(default_factory=Augmentation)
+    """What happens to training images."""
+    distillation: Distillation = field(default_factory=Distillation)
+    """What the teacher adds to the loss."""
+    drop_path: float = 0.1
+    """Chance of leaving out the last block's branches for an image, growing from 0 at the first block."""
+    train_merged: bool = False
+    """Merge FFNs without activation before training, which is cheaper, instead of after it."""
+    cache_teacher: bool = False
+    """Ask the teacher once for every image instead of in every epoch; needs fixed views."""
+    fraction: float | None = None
+    """Part of the training images to use."""
+    per_class: int | None = None
+    """Training images to use of each class."""
+
+    def __post_init__(self) -> None:
+        require_part(self.fraction, self.per_class)
+        if not 0 <= self.drop_path < 1:
+            raise TrainError(f"drop_path is {self.drop_path}; a chance below 1 was expected")
+        if self.cache_teacher and not (self.augmentation.fixed_views and not self.training.mixes):
+            raise TrainError(
+                "the teacher's answers can only be kept for fixed views: "
+                "set fixed_views, and mixup and cutmix to 0, or do without cache_teacher"
+            )
+        if self.cache_teacher and self.distillation.kind == "none":
+            raise TrainError("cache_teacher without distillation keeps answers that nobody reads; leave one out")
+
+    def with_settings(self, settings: Mapping[str, Any]) -> RecoverConfig:
+        """Return this config with some fields changed, named as in ``training.lr`` or ``drop_path``.
+
+        >>> RecoverConfig().with_settings({"training.epochs": 2, "distillation.kind": "soft"}).training.epochs
+        2
+        """
+        return changed(self, settings)
+
+
+def recover(
+    student: nn.Module,
+    teacher: nn.Module | None,
+    data: str | Path | Data,
+    config: RecoverConfig | None = None,
+    *,
+    device: str | None = None,
+    workers: int = 0,
+    keeper: Keeper | None = None,
+    watch: Callable[[Progress], None] | None = None,
+    companion: Companion | None = None,
+    evaluates: bool = True,
+) -> Iterator[Epoch]:
+    """Train ``student`` in place on ``data`` with the dense ``teacher``; yield an :class:`Epoch` before and after each.
+
+    ``teacher`` may share weights with the student: it is copied. None trains on the labels alone, whatever
+    ``config.distillation`` says. Weights of half precision are trained in float32. ``keeper`` keeps states to resume
+    from, ``watch`` is told of every update, ``companion`` learns beside the weights. Not ``evaluates``, epochs come
+    without accuracies.
+
+    >>> import hetdpt, timm
+    >>> dense = timm.create_model("vit_tiny_patch16_224", img_size=16, patch_size=4, depth=2, num_classes=10)
+    >>> student = hetdpt.prune_(deepcopy(dense), hetdpt.Plan(attention=(1,)))
+    >>> config = RecoverConfig(training=TrainConfig(epochs=1, batch_size=32), per_class=8)
+    >>> [epoch.number for epoch in hetdpt.recover(student, dense, "demo", config)]
+    [0, 1]
+    """
+    config = config or RecoverConfig()
+    accelerator = start(config.training.precision, device)
+    student.to(accelerator.device, torch.float32)
+    if config.train_merged:
+        merge_(student)
+    opened = data if isinstance(data, Data) else open_data(str(data))
+    batches, validation = _batches(student, opened, config, accelerator, workers)
+    objective = Objective(student, config.training, *_teaching(student, teacher, config, accelerator))
+    if config.cache_teacher and objective.teacher is not None:
+        objective.answers = _ask(objective, batches, accelerator)
+    unreadable: set[str] = set()
+
+    def evaluate(model: nn.Module) -> float:
+        scores = measure_accuracy(model, validation)
+        unreadable.update(scores.unreadable)
+        return scores.top1
+
+    found = survey_of(student)  # before the weights are spread over processes
+    trainer = Trainer(
+        accelerator,
+        objective,
+        batches,
+        config.training,
+        evaluate=evaluate if evaluates else None,
+        keeper=keeper,
+        watch=watch,
+        companion=companion,
+    )
+    with closing(trainer.epochs()) as epochs:
+        while True:
+            with drop_paths(student, config.drop_path, found):  # not while the caller has the student
+                epoch = next(epochs, None)
+            if epoch is None:
+                return
+            yield replace(epoch, unreadable=tuple(sorted({*epoch.unreadable, *unreadable})))
+
+
+def _batches(
+    student: nn.Module, data: Data, config: RecoverConfig, accelerator: Accelerator, workers: int
+) -> tuple[TrainingBatches, EvaluationBatches]:
+    check_classes(data.num_classes, num_classes_of(student))
+    if data.train is None or data.val is None:
+        raise TrainError("training needs images to train on and others to measure on; open the data with both splits")
+    images = data.train
+    if config.fraction is not None or config.per_class is not None:
+        images = subset(images, fraction=config.fraction, per_class=config.per_class, seed=config.training.seed)
+    wants = preprocessing_of(student)
+    size, share = config.training.batch_size, Share(accelerator.process_index, accelerator.num_processes)
+    training = TrainingBatches(
+        images,
+        wants,
+        config.augmentation,
+        batch_size=size,
+        seed=config.training.seed,
+        share=share,
+        workers=workers,
+    )
+    return training, EvaluationBatches(data.val, wants, batch_size=size, share=share, workers=workers)
+
+
+def _teaching(
+    student: nn.Module, teacher: nn.Module | None, config: RecoverConfig, accelerator: Accelerator
+) -> tuple[Distillation, nn.Module | None]:
+    """Return how to distil and a teacher of its own weights, checked against the student."""
+    if teacher is None or config.distillation.kind == "none":
+        return Distillation(kind="none"), None
+    pair = num_classes_of(student), num_classes_of(teacher)
+    if pair[0] != pair[1]:
+        raise TrainError(f"the student has {pair[0]} classes but the teacher {pair[1]}; give the model it came from")
+    sizes = preprocessing_of(student).input_size, preprocessing_of(teacher).input_size
+    if sizes[0] != sizes[1]:
+        raise TrainError(f"the student takes images of {sizes[0]} but the teacher of {sizes[1]}; both see the same")
+    return config.distillation, deepcopy(teacher).to(accelerator.device, torch.float32)
+
+
+def _ask(objective: Objective, batches: TrainingBatches, accelerator: Accelerator) -> Tensor:
+    """Return the teacher's logits (images, classes) for the fixed view of every training image, on the CPU."""
+    answers = torch.zeros(batches.count, num_classes_of(objective.model.model))
+    for batch in batches.in_order():
+        is_real = batch.indices >= 0
+        with memory_advice(f"{len(batch.images)} images at once do not fit in memory; lower --batch-size"):
+            logits = objective.ask(batch.images.to(accelerator.device)).float().cpu()
+        answers[batch.indices[is_real]] = logits[is_real]
+    if accelerator.num_processes > 1:
+        answers = accelerator.reduce(answers.to(accelerator.device), reduction="sum").cpu()
+    return answers
