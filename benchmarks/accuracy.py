@@ -26,7 +26,7 @@ import hetdpt
 from hetdpt.cli.options import read_numbers, read_samples
 from hetdpt.core.plan import Budget
 from hetdpt.export.saved import open_model
-from hetdpt.flow.collection.work import Done as Sampled
+from hetdpt.flow.collection.work import SampleDone as Sampled
 from hetdpt.flow.collection.work import Workplace
 from hetdpt.flow.comparison.compare import CompareConfig, compare_into
 from hetdpt.flow.comparison.work import Cell, Chosen, Trained

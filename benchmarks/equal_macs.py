@@ -21,7 +21,7 @@ import hetdpt
 from hetdpt.cli.options import read_numbers, read_settings
 from hetdpt.export.saved import open_model
 from hetdpt.flow.stages.events import Event
-from hetdpt.flow.stages.summary import Summary
+from hetdpt.flow.stages.summary import RunSummary
 from hetdpt.measurement.machine import Machine
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -31,7 +31,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-def runs(options: argparse.Namespace) -> dict[str, Summary]:
+def runs(options: argparse.Namespace) -> dict[str, RunSummary]:
     """Return what each way came to."""
     given = {
         "model": options.model, "data": options.data, "weights": options.weights, "macs": options.macs,

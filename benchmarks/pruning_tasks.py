@@ -36,7 +36,7 @@ from hetdpt.data.unlabelled import ImageBatches
 from hetdpt.flow.recipes import quick
 from hetdpt.measurement.accuracy import measure_accuracy
 from hetdpt.selection.damage import choose, damage_of_each
-from hetdpt.selection.importance import Search
+from hetdpt.selection.importance import ImportanceSearch
 from hetdpt.selection.predictor.samples import prune_next
 from hetdpt.selection.schedule import removal_order
 from hetdpt.surgery.calibrate import calibrate_, gate_fitted_
@@ -312,13 +312,13 @@ def search_update(setting: Setting) -> Call:
     return updates(setting, trainer_of(setting, student, setting.network(), companion=search))
 
 
-def searched(setting: Setting, explores: bool) -> tuple[nn.Module, Search]:
+def searched(setting: Setting, explores: bool) -> tuple[nn.Module, ImportanceSearch]:
     """Return a model with gates on all sites, fitted replacements on their other sides, and the search for which go."""
     student = setting.network()
     plan = spread_plan(student)
     gate_fitted_(student, Plan(removal="calibrated"), replace(setting, images=FEW).batches(student))
     kinds = removal_order(Budget(len(plan.attention), len(plan.activation)))
-    return student, Search(student, kinds, explores=explores, seed=0)
+    return student, ImportanceSearch(student, kinds, explores=explores, seed=0)
 
 
 def asking(setting: Setting) -> Call:

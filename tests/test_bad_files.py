@@ -29,9 +29,9 @@ from hetdpt.cli import main
 from hetdpt.core.errors import HetDPTError
 from hetdpt.data.sources import open_data
 from hetdpt.flow.collection.collect import read_run
-from hetdpt.flow.comparison.rows import Comparison
+from hetdpt.flow.comparison.rows import MethodComparison
 from hetdpt.flow.config import RunConfig
-from hetdpt.flow.stages.summary import Summary
+from hetdpt.flow.stages.summary import RunSummary
 from hetdpt.measurement.prices import Prices
 from hetdpt.store.stage_directory import read_flow
 from hetdpt.tasks.boxes import open_boxes
@@ -128,8 +128,8 @@ READERS: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "plan": ("plan.json", lambda folder: hetdpt.Plan.from_json((folder / "plan.json").read_text())),
     "prices": ("prices.json", lambda folder: Prices.from_json((folder / "prices.json").read_text())),
     "collection": ("run.json", read_run),
-    "comparison": ("results.json", Comparison.read),
-    "summary": ("summary.json", Summary.read),
+    "comparison": ("results.json", MethodComparison.read),
+    "summary": ("summary.json", RunSummary.read),
     "flow": ("flow.json", read_flow),
     "shards": ("_info.json", lambda folder: open_data(f"wds/{folder}")),
     "boxes": ("annotations/instances_train2017.json", lambda folder: open_boxes(str(folder))),

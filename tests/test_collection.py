@@ -29,11 +29,11 @@ from hetdpt.data.sources import open_data
 from hetdpt.data.unlabelled import ImageBatches
 from hetdpt.flow.collection import work
 from hetdpt.flow.collection.collect import collect_into, read_run, recheck_into
-from hetdpt.flow.collection.work import Done, Workplace
+from hetdpt.flow.collection.work import SampleDone, Workplace
 from hetdpt.flow.recipes import quick
 from hetdpt.measurement.agreement import relative_difference
 from hetdpt.measurement.prices import Prices
-from hetdpt.selection.predictor.samples import CollectConfig, Step, fine_tune, prune_next
+from hetdpt.selection.predictor.samples import CollectConfig, SampleStep, fine_tune, prune_next
 from hetdpt.store.atomic import kept_json
 from hetdpt.store.run_directory import share
 from hetdpt.surgery.remove import known
@@ -139,7 +139,7 @@ def test_a_chain_is_prune_fine_tune_and_evaluate(whole: Path, dense: nn.Module) 
         student, pick = prune_next(student, "attention", images)
         assert pick.te == min(entropies.values()) == entropies[pick.site]
         accuracies = [accuracy for _, accuracy in fine_tune(student, dense, data, brief())]
-        step = Step.from_dict(found[key])
+        step = SampleStep.from_dict(found[key])
         assert (step.picks, [step.before, step.accuracy]) == ((pick,), accuracies)
     assert known(student).plan.removal == "calibrated"
     assert len(known(student).plan.attention) == 2
@@ -272,10 +272,10 @@ def test_a_killed_step_goes_on_from_its_checkpoint(
     monkeypatch.setattr(work, "_tell", tell)
     step = next(done.step for done in collect(out, hetdpt.load(home / "dense")) if done.node.key == "a")
     assert trained[0] > 1  # updates that the killed process did are not done again
-    assert {**step.to_dict(), "seconds": 0} == Step.from_dict(samples(whole)["a"]).to_dict()
+    assert {**step.to_dict(), "seconds": 0} == SampleStep.from_dict(samples(whole)["a"]).to_dict()
 
 
-def collect(out: Path, model: nn.Module) -> Iterator[Done]:
+def collect(out: Path, model: nn.Module) -> Iterator[SampleDone]:
     return collect_into(out, model, "demo", config(), Workplace(minutes=0, batch=1))
 
 

@@ -31,12 +31,12 @@ from hetdpt.data.held_out import hold_out
 from hetdpt.data.sources import Data, open_data
 from hetdpt.data.subset import subset
 from hetdpt.data.unlabelled import ImageBatches
-from hetdpt.flow.collection.work import Done as Sampled
+from hetdpt.flow.collection.work import SampleDone as Sampled
 from hetdpt.flow.collection.work import Workplace
 from hetdpt.flow.comparison import work as compare_work
 from hetdpt.flow.comparison.compare import GIVEN, CompareConfig, compare_into
-from hetdpt.flow.comparison.rows import Comparison, Difference, difference_of
-from hetdpt.flow.comparison.work import Cell, Chosen, Done, Timed, Trained, plan_key
+from hetdpt.flow.comparison.rows import Difference, MethodComparison, difference_of
+from hetdpt.flow.comparison.work import Cell, Chosen, ComparisonDone, Timed, Trained, plan_key
 from hetdpt.flow.recipes import quick, recipe
 from hetdpt.measurement.costs import Costs
 from hetdpt.report.comparison import COLUMNS, draw, write_csv
@@ -91,14 +91,16 @@ def dense(home: Path) -> nn.Module:
     return hetdpt.load(home / "dense")
 
 
-def compare(out: Path, model: nn.Module, data: Data, place: Workplace = PLACE, **changes: Any) -> Iterator[Done]:
+def compare(
+    out: Path, model: nn.Module, data: Data, place: Workplace = PLACE, **changes: Any
+) -> Iterator[ComparisonDone]:
     for done in compare_into(out, model, data, config(**changes), place, samples=SAMPLES):
-        assert isinstance(done, Done)  # nothing is sampled where samples are given
+        assert isinstance(done, ComparisonDone)  # nothing is sampled where samples are given
         yield done
 
 
 @pytest.fixture(scope="module")
-def done(home: Path, data: Data) -> list[Done]:
+def done(home: Path, data: Data) -> list[ComparisonDone]:
     """Return all tasks of a comparison that nobody disturbed: all methods, and then a second seed for some."""
     model = hetdpt.load(home / "dense")
     first = list(compare(home / "whole", model, data))
@@ -106,23 +108,23 @@ def done(home: Path, data: Data) -> list[Done]:
 
 
 @pytest.fixture(scope="module")
-def whole(home: Path, done: list[Done]) -> Comparison:
-    return Comparison.read(home / "whole")
+def whole(home: Path, done: list[ComparisonDone]) -> MethodComparison:
+    return MethodComparison.read(home / "whole")
 
 
-def rows_of(comparison: Comparison) -> dict[Cell, tuple[Any, ...]]:
+def rows_of(comparison: MethodComparison) -> dict[Cell, tuple[Any, ...]]:
     """Return what rows say, without times."""
     return {Cell(row.layers, row.method, row.seed): (row.plan, row.start, row.accuracy) for row in comparison.rows}
 
 
-def own(done: list[Done]) -> list[tuple[str, Cell | None]]:
+def own(done: list[ComparisonDone]) -> list[tuple[str, Cell | None]]:
     return [(one.task.stage, one.task.cell) for one in done if one.is_own]
 
 
 # what comes out
 
 
-def test_every_method_has_its_rows(whole: Comparison) -> None:
+def test_every_method_has_its_rows(whole: MethodComparison) -> None:
     assert [(row.method, row.seed) for row in whole.rows] == [
         (method, seed) for method in METHODS for seed in ((0, 1) if method in TWICE else (0,))
     ]
@@ -137,7 +139,7 @@ def test_every_method_has_its_rows(whole: Comparison) -> None:
 
 
 def test_an_accuracy_is_that_of_the_plan_after_the_same_fine_tuning(
-    whole: Comparison, dense: nn.Module, data: Data
+    whole: MethodComparison, dense: nn.Module, data: Data
 ) -> None:
     """By hand: calibrated on the same images, trained with the row's seed."""
     row = next(row for row in whole.rows if (row.method, row.seed) == ("random", 1))
@@ -148,7 +150,7 @@ def test_an_accuracy_is_that_of_the_plan_after_the_same_fine_tuning(
     assert [row.start, row.accuracy] == [epoch.last for epoch in hetdpt.recover(student, dense, data, settings)]
 
 
-def test_the_last_epoch_counts_and_not_the_best(home: Path, whole: Comparison) -> None:
+def test_the_last_epoch_counts_and_not_the_best(home: Path, whole: MethodComparison) -> None:
     """The best is chosen on the images that accuracies are reported on."""
     found = []
     for row in whole.rows:
@@ -158,7 +160,7 @@ def test_the_last_epoch_counts_and_not_the_best(home: Path, whole: Comparison) -
     assert any(summary["best"] > summary["last"] for summary in found)
 
 
-def test_costs_are_those_of_the_merged_model(whole: Comparison, dense: nn.Module) -> None:
+def test_costs_are_those_of_the_merged_model(whole: MethodComparison, dense: nn.Module) -> None:
     size = (3, 16, 16)
     costs = Costs.of(dense, size)
     assert (whole.dense.macs, whole.dense.params) == (costs.macs, costs.params)
@@ -168,7 +170,7 @@ def test_costs_are_those_of_the_merged_model(whole: Comparison, dense: nn.Module
     assert whole.measured == "cpu, float32, batch 1"
 
 
-def test_equal_plans_are_trained_once(home: Path, done: list[Done], whole: Comparison) -> None:
+def test_equal_plans_are_trained_once(home: Path, done: list[ComparisonDone], whole: MethodComparison) -> None:
     plans = {(row.method, row.seed): row.plan for row in whole.rows}
     assert plans["map+te", 0] == plans["activation-only", 0]  # both take activations of the least transfer entropy
     models = {f"{plan_key(plan)}-{seed}" for (_, seed), plan in plans.items()}
@@ -181,7 +183,7 @@ def test_equal_plans_are_trained_once(home: Path, done: list[Done], whole: Compa
     assert shared.method != "activation-only"
 
 
-def test_seeds_give_a_spread(whole: Comparison) -> None:
+def test_seeds_give_a_spread(whole: MethodComparison) -> None:
     for summary in whole.summaries:
         values = [row.accuracy for row in whole.rows if row.method == summary.method]
         assert list(summary.accuracies) == values
@@ -190,7 +192,7 @@ def test_seeds_give_a_spread(whole: Comparison) -> None:
     assert max(summary.spread or 0 for summary in whole.summaries) > 0
 
 
-def test_differences_are_to_the_first_method(whole: Comparison) -> None:
+def test_differences_are_to_the_first_method(whole: MethodComparison) -> None:
     first, *others = whole.summaries
     assert (first.method, whole.first, first.difference) == ("hetdpt", "hetdpt", None)
     for summary in others:
@@ -200,7 +202,7 @@ def test_differences_are_to_the_first_method(whole: Comparison) -> None:
         assert summary.difference.low <= summary.difference.value <= summary.difference.high
 
 
-def test_only_small_files_stay(home: Path, done: list[Done]) -> None:
+def test_only_small_files_stay(home: Path, done: list[ComparisonDone]) -> None:
     kept = Counter(file.name for file in (home / "whole").rglob("*") if file.is_file() and file.suffix != ".claim")
     assert set(kept) - {file.name for file in (home / "whole" / "plans").iterdir()} == {
         "run.json", "dense.json", "speed.json", "results.json", "results.csv", "comparison.png",
@@ -209,7 +211,7 @@ def test_only_small_files_stay(home: Path, done: list[Done]) -> None:
     assert not list((home / "whole" / "searches").iterdir())
 
 
-def test_a_choice_keeps_its_scores(done: list[Done]) -> None:
+def test_a_choice_keeps_its_scores(done: list[ComparisonDone]) -> None:
     chosen = {o.task.cell: o.outcome for o in done if isinstance(o.outcome, Chosen)}
     assert len(chosen) == len(METHODS) + len(TWICE)
     for cell, outcome in chosen.items():
@@ -250,21 +252,21 @@ def test_fewer_layers_are_the_beginning_of_more_and_are_not_chosen_again(
         assert both[2, method].seconds == both[3, method].seconds
 
 
-def test_warnings_of_the_split_reach_the_reader(whole: Comparison) -> None:
+def test_warnings_of_the_split_reach_the_reader(whole: MethodComparison) -> None:
     assert GIVEN in whole.warnings
     assert any(text.startswith("the split of 2 layers: the predictor prefers a corner") for text in whole.warnings)
 
 
-def test_results_are_json_and_back(home: Path, whole: Comparison) -> None:
+def test_results_are_json_and_back(home: Path, whole: MethodComparison) -> None:
     text = (home / "whole" / "results.json").read_text()
-    assert Comparison.from_dict(json.loads(text, parse_constant=pytest.fail)) == whole
+    assert MethodComparison.from_dict(json.loads(text, parse_constant=pytest.fail)) == whole
     assert json.loads(text) == json.loads(json.dumps(whole.to_dict()))
 
 
 # more of it, kills and company
 
 
-def test_it_grows(done: list[Done], whole: Comparison) -> None:
+def test_it_grows(done: list[ComparisonDone], whole: MethodComparison) -> None:
     """Asked for another seed of some methods, it does what is new, and times all anew so that it is of one session."""
     second = own(done)[[stage for stage, _ in own(done)].index("time") + 1 :]
     new = [Cell(2, method, 1) for method in TWICE]
@@ -274,7 +276,7 @@ def test_it_grows(done: list[Done], whole: Comparison) -> None:
     assert set(timed.plans) == {plan_key(row.plan) for row in whole.rows}
 
 
-def test_it_goes_on_where_it_stopped(whole: Comparison, dense: nn.Module, data: Data, tmp_path: Path) -> None:
+def test_it_goes_on_where_it_stopped(whole: MethodComparison, dense: nn.Module, data: Data, tmp_path: Path) -> None:
     """Stopped after some tasks and begun anew: nothing is done twice, and it comes to the same."""
     out, methods = tmp_path / "run", ("attention-only", "random")
     some = list(islice(compare(out, dense, data, methods=methods), 4))  # the generator is dropped
@@ -282,7 +284,7 @@ def test_it_goes_on_where_it_stopped(whole: Comparison, dense: nn.Module, data: 
     assert [one.is_own for one in rest[:4]] == [False] * 4
     assert len(own(some)) + len(own(rest)) == 2 + 2 * len(methods)  # the dense model and the times
     asked = [Cell(2, method, 0) for method in methods]
-    assert rows_of(Comparison.read(out)) == {cell: rows_of(whole)[cell] for cell in asked}
+    assert rows_of(MethodComparison.read(out)) == {cell: rows_of(whole)[cell] for cell in asked}
 
 
 class StopError(Exception):
@@ -291,7 +293,7 @@ class StopError(Exception):
 
 @pytest.mark.parametrize("stage", ["2-hetdpt-0: search", "2-hetdpt-0: fine-tuning"])
 def test_stopped_within_a_task_it_goes_on_from_the_checkpoint(
-    stage: str, whole: Comparison, dense: nn.Module, data: Data, tmp_path: Path
+    stage: str, whole: MethodComparison, dense: nn.Module, data: Data, tmp_path: Path
 ) -> None:
     seen: list[int] = []
 
@@ -308,12 +310,14 @@ def test_stopped_within_a_task_it_goes_on_from_the_checkpoint(
     assert isinstance(timed.outcome, Timed)
     assert seen[:4] == [1, 2, 3, 3]  # the update that was not kept is done again, those before it are not
     cell = Cell(2, "hetdpt", 0)
-    assert rows_of(Comparison.read(out)) == {cell: rows_of(whole)[cell]}
+    assert rows_of(MethodComparison.read(out)) == {cell: rows_of(whole)[cell]}
     picks = json.loads((out / "plans" / "2-hetdpt-0.json").read_text())["picks"]
     assert len(picks) == 2
 
 
-def test_a_damaged_result_is_named(home: Path, whole: Comparison, dense: nn.Module, data: Data, tmp_path: Path) -> None:
+def test_a_damaged_result_is_named(
+    home: Path, whole: MethodComparison, dense: nn.Module, data: Data, tmp_path: Path
+) -> None:
     out = shutil.copytree(home / "whole", tmp_path / "run")
     file = out / "plans" / "2-random-1.json"
     for damage in ("{}", file.read_text()[:50]):
@@ -323,10 +327,10 @@ def test_a_damaged_result_is_named(home: Path, whole: Comparison, dense: nn.Modu
     file.unlink()
     again = list(compare(out, dense, data, methods=TWICE, seeds=2))
     assert own(again) == [("choose", Cell(2, "random", 1))]  # its model is there
-    assert rows_of(Comparison.read(out)) == rows_of(whole)
+    assert rows_of(MethodComparison.read(out)) == rows_of(whole)
 
 
-def test_another_question_is_refused(home: Path, whole: Comparison, dense: nn.Module, data: Data) -> None:
+def test_another_question_is_refused(home: Path, whole: MethodComparison, dense: nn.Module, data: Data) -> None:
     out = home / "whole"
     other = replace(config().selection, images=25)
     with pytest.raises(FileError, match="was begun with config.selection.images = 24, not 25; give the same again"):
@@ -337,7 +341,7 @@ def test_another_question_is_refused(home: Path, whole: Comparison, dense: nn.Mo
         list(compare_into(out, dense, data, config(), Workplace(batch=3), samples=SAMPLES))
     with pytest.raises(FileError, match="was begun with samples ="):
         list(compare_into(out, dense, data, config(), samples=SAMPLES[1:]))
-    assert Comparison.read(out) == whole
+    assert MethodComparison.read(out) == whole
 
 
 @pytest.mark.slow
@@ -350,7 +354,7 @@ def test_samples_are_collected_on_images_held_out(dense: nn.Module, data: Data, 
     assert [one.node.key for one in sampled] == ["dense", "a", "g", "gg", "ag"]
     assert sampled[0].step.accuracy == hetdpt.evaluate(dense, hold_out(data)).top1
     assert json.loads((tmp_path / "run" / "samples" / "run.json").read_text())["images"] == [60, 20]  # of 80
-    table = Comparison.read(tmp_path / "run")
+    table = MethodComparison.read(tmp_path / "run")
     assert table.dense.accuracy == hetdpt.evaluate(dense, data).top1
     assert GIVEN not in table.warnings
     again = list(compare_into(tmp_path / "run", dense, data, asked, PLACE))
@@ -407,7 +411,7 @@ def test_a_difference_over_seeds_and_without_answers() -> None:
 # tables, figures, commands
 
 
-def test_csv_and_figure(whole: Comparison, tmp_path: Path) -> None:
+def test_csv_and_figure(whole: MethodComparison, tmp_path: Path) -> None:
     write_csv(whole, tmp_path / "results.csv")
     with (tmp_path / "results.csv").open(newline="") as file:
         lines = list(csv.DictReader(file))
@@ -433,7 +437,7 @@ def test_what_cannot_be_is_left_out_and_told(dense: nn.Module, data: Data, tmp_p
     found = list(compare(tmp_path / "run", dense, data, layers=(4,), methods=("activation-only", "random")))
     assert {one.task.cell.method for one in found if one.task.cell} == {"random"}
     text = "activation-only has no row for 4 layers: this model has 3 activation layers that can go"
-    assert Comparison.read(tmp_path / "run").warnings == (text,)
+    assert MethodComparison.read(tmp_path / "run").warnings == (text,)
     for methods, layers in ((("activation-only",), 4), (("random",), 7)):
         with pytest.raises(PlanError, match="this model has 3 attention and 3 activation layers"):
             list(compare(tmp_path / "other", dense, data, layers=(layers,), methods=methods))
@@ -528,4 +532,4 @@ def test_processes_share_the_tasks(home: Path, tmp_path: Path) -> None:
     for name in {line.removesuffix(f" {others}") for line in told[0]}:
         if "which chose the same" not in name:
             assert sum(f"{name} {others}" not in lines for lines in told) == 1, name
-    assert len(Comparison.read(out).rows) == len(METHODS)
+    assert len(MethodComparison.read(out).rows) == len(METHODS)

@@ -16,7 +16,7 @@ import hetdpt
 from hetdpt.core.errors import HetDPTError
 from hetdpt.flow import pipeline
 from hetdpt.flow.config import RunConfig, _leaves
-from hetdpt.flow.stages.task import DATA, MODEL, SAMPLES, Result, Stage, Task
+from hetdpt.flow.stages.task import DATA, MODEL, SAMPLES, Result, Stage, StageTask
 from hetdpt.measurement.prices import Price
 
 GIVEN = {
@@ -127,7 +127,7 @@ def watched(stage: Stage, settings: set[str], results: set[str]) -> Stage:
     """Return ``stage`` so that it notes what it reads."""
 
     @wraps(stage.work)
-    def work(task: Task) -> Result:
+    def work(task: StageTask) -> Result:
         config: Any = Watched(task.config, settings)
         return stage.work(replace(task, config=config, results=Results(task.results, results)))
 

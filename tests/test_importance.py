@@ -26,7 +26,7 @@ from hetdpt.core.plan import Budget, Plan, Site
 from hetdpt.data.sources import Data, open_data
 from hetdpt.data.unlabelled import ImageBatches
 from hetdpt.selection.damage import choose, damage_of_each
-from hetdpt.selection.importance import Picked, Prior, Search
+from hetdpt.selection.importance import ImportanceSearch, Picked, Prior
 from hetdpt.selection.schedule import due, removal_order, stage_ends
 from hetdpt.selection.select import SelectConfig, usual_search
 from hetdpt.surgery.calibrate import gate_fitted_
@@ -65,7 +65,7 @@ def dense() -> nn.Module:
 
 def run_search(
     dense: nn.Module, data: Data, kinds: Any, scale: float = 1.0, keeper: Any = None, **options: Any
-) -> Search:
+) -> ImportanceSearch:
     """Search all layers; the gradients of attention's importances are multiplied by ``scale``."""
     config = options.pop("config", search_config())
     assert data.train is not None
@@ -75,7 +75,7 @@ def run_search(
     for site, gate in gates.items():
         if site.kind == "attention":
             gate.importance.register_hook(partial(torch.mul, scale))
-    search = Search(student, kinds, **{"explores": True, "seed": 0, **options})
+    search = ImportanceSearch(student, kinds, **{"explores": True, "seed": 0, **options})
     for _ in recover(student, dense, data, config, companion=search, evaluates=False, keeper=keeper):
         pass
     return search
@@ -135,7 +135,7 @@ class TestLearning:
 
         for site, gate in gates.items():
             gate.importance.register_hook(partial(take_down, site))
-        search = Search(student, ("attention",), explores=False, seed=0)
+        search = ImportanceSearch(student, ("attention",), explores=False, seed=0)
         config = search_config(training__optimizer=optimizer, training__weight_decay=0.5, training__clip_grad=1e-6)
         for _ in recover(student, dense, data, config, companion=search, evaluates=False):
             pass
@@ -176,7 +176,7 @@ class TestScaledLoss:
         self, dense: nn.Module, data: Data, scaler: torch.amp.GradScaler, whose: str
     ) -> None:
         student = hetdpt.gate_(deepcopy(dense))
-        search = Search(student, ("attention",), explores=False, seed=0)
+        search = ImportanceSearch(student, ("attention",), explores=False, seed=0)
         scaler.set_growth_interval(100)
         parameter = search.parameters[0] if whose == "importance" else student.head.weight
         parameter.register_hook(lambda gradient: gradient * torch.inf)
@@ -227,12 +227,14 @@ class TestPlanted:
 class TestPrior:
     """What a scan says of each layer before the search: worth as many trials as it saw images, and no more."""
 
-    def searched(self, dense: nn.Module, updates: float, batches: int = 1) -> Search:
+    def searched(self, dense: nn.Module, updates: float, batches: int = 1) -> ImportanceSearch:
         """Return a search that was told attention 3 costs 0.25, attention 0 costs 0.5 and all others 1."""
         gated = hetdpt.gate_(deepcopy(dense)).train()
         costs = {("attention", 3): 0.25, ("attention", 0): 0.5}
         damages = {site: costs.get((site.kind, site.block), 1.0) for site in gates_by_site(gated)}
-        return Search(gated, ("attention",), explores=True, seed=0, prior=Prior(damages, updates), accumulate=batches)
+        return ImportanceSearch(
+            gated, ("attention",), explores=True, seed=0, prior=Prior(damages, updates), accumulate=batches
+        )
 
     def test_importances_begin_at_twice_the_damage(self, dense: nn.Module) -> None:
         found = self.searched(dense, 4.0).importances
@@ -277,7 +279,7 @@ class TestPrior:
         """In updates of the search; where all images are looked at, the same judge. Without trials there is none."""
         given: list[Prior | None] = []
 
-        class Watched(Search):
+        class Watched(ImportanceSearch):
             def __init__(self, *args: Any, prior: Prior | None, **kwargs: Any) -> None:
                 given.append(prior)
                 super().__init__(*args, prior=prior, **kwargs)

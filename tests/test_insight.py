@@ -19,7 +19,7 @@ from hetdpt.core.plan import Plan, Site
 from hetdpt.measurement.agreement import outputs_of
 from hetdpt.measurement.costs import Costs, count_macs
 from hetdpt.selection.entropy import transfer_entropy
-from hetdpt.studies.scan import LIMIT, Row, ScanTable, Uninformed, scan
+from hetdpt.studies.scan import LIMIT, ScanRow, ScanTable, Uninformed, scan
 from hetdpt.surgery.calibrate import fit_sites, replaced
 from hetdpt.surgery.remove import ready, without
 
@@ -36,7 +36,7 @@ def untimed(model: nn.Module, batches: Any, **options: Any) -> ScanTable:
     return scan(model, batches, latency=False, **options)
 
 
-def row_of(table: ScanTable, kind: str, block: int, style: str) -> Row:
+def row_of(table: ScanTable, kind: str, block: int, style: str) -> ScanRow:
     return next(r for r in table.rows if (r.site.kind, r.site.block, r.style) == (kind, block, style))
 
 
@@ -298,7 +298,7 @@ def test_a_layer_that_decides_everything_is_irreplaceable_however_well_it_is_fit
 def test_the_best_style_of_a_tie_saves_more() -> None:
     site = Site("attention", 0, "blocks.0.attn")
     rows = tuple(
-        Row(site, style, 1.0, None, damage, damage < 1, saved, None)
+        ScanRow(site, style, 1.0, None, damage, damage < 1, saved, None)
         for style, damage, saved in (("linear", 2.0, 5), ("skip", 2.0, 9), ("norm", 3.0, 9))
     )
     table = ScanTable(rows, True, 2.0, Costs(1, 2, 3), None, 4, 4, True)

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 import hetdpt
 from hetdpt.core.errors import DataError, FileError, PlanError
 from hetdpt.flow import oneshot
-from hetdpt.flow.oneshot import OneShot, Step, oneshot_into, partial_of
+from hetdpt.flow.oneshot import OneShot, OneShotStep, oneshot_into, partial_of
 from hetdpt.measurement.agreement import measure_damage, relative_difference
 from hetdpt.measurement.speed import Ratio
 from hetdpt.selection import goal as goals
@@ -133,11 +133,11 @@ class KillError(Exception):
     """Stands for a kill."""
 
 
-def stopped(out: Path, dense: nn.Module, config: OneShotConfig, after: int) -> list[Step]:
+def stopped(out: Path, dense: nn.Module, config: OneShotConfig, after: int) -> list[OneShotStep]:
     """Begin, and end after so many choices."""
-    steps: list[Step] = []
+    steps: list[OneShotStep] = []
 
-    def watch(step: Step) -> None:
+    def watch(step: OneShotStep) -> None:
         steps.append(step)
         if len(steps) == after:
             raise KillError
@@ -153,7 +153,7 @@ def test_going_on_gives_the_same_model(tmp_path: Path, dense: nn.Module, after: 
     whole = shoot(tmp_path / "whole", dense, config)
     steps = stopped(tmp_path / "out", dense, config, after)
     assert names(tmp_path) == ["out.partial", "whole"]
-    later: list[Step] = []
+    later: list[OneShotStep] = []
     found = shoot(tmp_path / "out", dense, config, watch=later.append)
     assert names(tmp_path) == ["out", "whole"]
     assert [step.number for step in steps + later] == [1, 2, 3, 4]
@@ -232,7 +232,7 @@ def clock(monkeypatch: pytest.MonkeyPatch, dense: nn.Module) -> list[float]:
 
 def test_a_speedup_that_is_measured_at_once(tmp_path: Path, dense: nn.Module, clock: list[float]) -> None:
     clock += [1.3]
-    steps: list[Step] = []
+    steps: list[OneShotStep] = []
     found = shoot(tmp_path / "out", dense, OneShotConfig(speedup=1.2), watch=steps.append)
     assert [(step.number, step.wanted) for step in steps] == [(1, 1.2), (2, 1.2)]
     assert [step.reached for step in steps] == pytest.approx([100 / 90, 100 / 80])

@@ -31,7 +31,7 @@ from hetdpt.data.sources import open_data
 from hetdpt.flow.config import RunConfig
 from hetdpt.flow.pipeline import FLOW
 from hetdpt.flow.stages.events import Event
-from hetdpt.flow.stages.summary import Summary
+from hetdpt.flow.stages.summary import RunSummary
 from hetdpt.flow.stages.width import choose
 from hetdpt.measurement.costs import Costs
 from hetdpt.report.commands import further
@@ -67,7 +67,7 @@ def events(home: Path) -> list[Event]:
     """Return what a whole run tells, which is then in the directory ``run``."""
     found: list[Event] = []
     summary = hetdpt.run(asked(home), watch=found.append)
-    assert isinstance(summary, Summary)
+    assert isinstance(summary, RunSummary)
     return found
 
 
@@ -115,7 +115,7 @@ class TestAWholeRun:
         assert not list(done.rglob(NOW)), "what says how far a stage is goes when it is done"
 
     def test_the_saved_model_is_the_one_that_was_measured(self, done: Path) -> None:
-        model, summary = hetdpt.load(done / "model"), Summary.read(done)
+        model, summary = hetdpt.load(done / "model"), RunSummary.read(done)
         assert hetdpt.evaluate(model, "demo").top1 == summary.pruned_accuracy
         assert Costs.of(model, (3, 16, 16)) == Costs(
             summary.params, summary.macs, Costs.of(model, (3, 16, 16)).macs_without_attention_products
@@ -131,7 +131,7 @@ class TestAWholeRun:
         assert len(plan) == 2
         assert values["budget"] == {"attention": len(plan.attention), "activation": len(plan.activation)}
         assert values["goal"]["is_met"]
-        assert Summary.read(done).to_dict() == values | {"warnings": tuple(values["warnings"])}
+        assert RunSummary.read(done).to_dict() == values | {"warnings": tuple(values["warnings"])}
 
     def test_the_same_again_does_nothing_and_says_so(self, home: Path, done: Path) -> None:
         before = {file: file.stat().st_mtime_ns for file in done.rglob("*") if file.is_file()}
@@ -211,7 +211,7 @@ class TestWhatHasChanged:
         (copy / "summary.json").write_text("{")
         summary = hetdpt.run(asked(home, out=copy), watch=found.append)
         assert kinds(found, "begin") == ["save", "report"]
-        assert summary.plan == Summary.read(done).plan
+        assert summary.plan == RunSummary.read(done).plan
         assert hetdpt.load(copy / "model")
 
     def test_a_damaged_stage_can_be_done_again(self, home: Path, done: Path, tmp_path: Path) -> None:
@@ -591,6 +591,6 @@ class TestAGroup:
         )
         subprocess.run([*one, "--until", "collect"], check=True, capture_output=True)
         subprocess.run([*TORCHRUN, *one[1:]], check=True, capture_output=True, timeout=300)
-        model, summary = hetdpt.load(out / "model"), Summary.read(out)
+        model, summary = hetdpt.load(out / "model"), RunSummary.read(out)
         assert hetdpt.evaluate(model, "demo").top1 == summary.pruned_accuracy
         assert [record.name for record in read_stages(out)] == [name for name in USUAL if name != "compare"]

@@ -19,7 +19,7 @@ from hetdpt.core.modules import clone
 from hetdpt.core.plan import Measurement, Site
 from hetdpt.measurement.agreement import outputs_of
 from hetdpt.selection import goal as goals
-from hetdpt.selection.damage import Choice, choose
+from hetdpt.selection.damage import GreedyChoice, choose
 from hetdpt.selection.goal import Goal, OneShotConfig
 from hetdpt.surgery.calibrate import variants_of
 from hetdpt.surgery.remove import ready, removable
@@ -61,9 +61,9 @@ def naive_damage(dense: nn.Module, changed: nn.Module, images: list[Tensor], has
 
 def naive_choices(
     model: nn.Module, family: Family, gains: Mapping[Site, float], target: float, removal: Any, has_classes: bool
-) -> list[Choice]:
+) -> list[GreedyChoice]:
     """Choose by trying full models, each candidate fitted by itself."""
-    current, damage, choices = ready(model, removal, family.size), 0.0, list[Choice]()
+    current, damage, choices = ready(model, removal, family.size), 0.0, list[GreedyChoice]()
     while sum(choice.gain for choice in choices) < target:
         tried = {}
         for site in gains:
@@ -72,7 +72,7 @@ def naive_choices(
                 tried[site] = variant, naive_damage(model, variant, others_of(family), has_classes)
         best = min(tried, key=lambda site: (tried[site][1] - damage) / gains[site])
         current, damage = tried[best]
-        choices.append(Choice(best, damage, gains[best]))
+        choices.append(GreedyChoice(best, damage, gains[best]))
     return choices
 
 
@@ -152,7 +152,7 @@ def test_going_on_from_earlier_choices_gives_the_same(model: nn.Module, vit: Fam
     gains, batches, judge = gains_of(model, vit), batches_of(vit), others_of(vit)
     whole = list(choose(model, batches, gains, 5, judge=judge, removal=removal))
     for step in (1, 3, 5):
-        kept = [Choice.from_dict(asdict(choice)) for choice in whole[:step]]
+        kept = [GreedyChoice.from_dict(asdict(choice)) for choice in whole[:step]]
         assert [*kept, *choose(model, batches, gains, 5, judge=judge, removal=removal, chosen=kept)] == whole
 
 

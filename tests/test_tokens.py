@@ -28,7 +28,7 @@ from hetdpt.reduce.tokens.gtp import beside, links, propagate, rank
 from hetdpt.reduce.tokens.half_blocks import TokenStep, sparse
 from hetdpt.reduce.tokens.layout import tensors_in
 from hetdpt.reduce.tokens.reduce import TOKEN_METHODS, reduce_tokens_, restore_tokens_
-from hetdpt.reduce.tokens.stream import Seen, TokenStream
+from hetdpt.reduce.tokens.stream import AttentionRecord, TokenStream
 from hetdpt.reduce.tokens.tome import match, merge_alike
 from hetdpt.store.atomic import read_sealed_json, write_sealed_json
 from hetdpt.surgery.remove import merge_, place_, prune_, record_of
@@ -64,9 +64,9 @@ def stream(n: int = 17, protected: int = 1, grid: tuple[int, int] = (4, 4)) -> T
     return TokenStream(random(2, n, 6), protected, grid, places=places)
 
 
-def seen(before: TokenStream, seed: int = 1) -> Seen:
+def seen(before: TokenStream, seed: int = 1) -> AttentionRecord:
     n = before.tokens.shape[1]
-    return Seen(before.tokens, random(2, 3, n, 4, seed=seed), random(2, 3, n, n, seed=seed).softmax(-1))
+    return AttentionRecord(before.tokens, random(2, 3, n, 4, seed=seed), random(2, 3, n, n, seed=seed).softmax(-1))
 
 
 @torch.no_grad()
@@ -159,7 +159,7 @@ def test_tome_by_hand() -> None:
     sizes = torch.tensor([[1.0, 1.0, 2.0, 1.0, 3.0, 1.0]])
     places = torch.arange(6)[None]
     before = TokenStream(tokens, 1, (1, 5), sizes, places)
-    after = merge_alike(before, Seen(tokens, keys, None), 2, Tokens("tome", 2))
+    after = merge_alike(before, AttentionRecord(tokens, keys, None), 2, Tokens("tome", 2))
     assert after.tokens.flatten().tolist() == pytest.approx([9.0, 0.0, 4 / 3, 13 / 4])
     assert after.sizes is not None
     assert after.sizes.tolist() == [[1.0, 1.0, 3.0, 4.0]]
@@ -197,7 +197,9 @@ def test_gtp_by_hand() -> None:
     attention = torch.eye(5)[None, None] * torch.tensor([1.0, 0.9, 0.1, 0.8, 0.7])
     tokens = torch.tensor([9.0, 1.0, 10.0, 2.0, 4.0])[None, :, None]
     before = TokenStream(tokens, 1, (1, 4), places=torch.arange(5)[None])
-    after = propagate(before, Seen(tokens, tokens[:, None], attention), 1, Tokens("gtp", 1, alpha=0.5, neighbours=0))
+    after = propagate(
+        before, AttentionRecord(tokens, tokens[:, None], attention), 1, Tokens("gtp", 1, alpha=0.5, neighbours=0)
+    )
     part = 1 / 2**0.5, 1 / 2  # edges to degrees 1 and 2 from a patch of degree 2
     taken = [9.0, 1.0 + 0.5 * 10 * part[0], 2.0 + 0.5 * 10 * part[1], 4.0]
     assert after.tokens.flatten().tolist() == pytest.approx(taken)
@@ -238,7 +240,7 @@ def test_a_token_without_an_edge_left_goes_to_the_most_similar_key() -> None:
     before = TokenStream(tokens, 0, (1, 4), places=torch.arange(4)[None], graph=torch.zeros(1, 4, 4))
     keys = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.9, 0.1], [1.0, 1.0]])[None, None]
     attention = torch.diag(torch.tensor([0.9, 0.8, 0.1, 0.7]))[None, None]
-    after = propagate(before, Seen(tokens, keys, attention), 1, Tokens("gtp", 1))
+    after = propagate(before, AttentionRecord(tokens, keys, attention), 1, Tokens("gtp", 1))
     assert after.places is not None
     assert after.places.tolist() == [[0, 1, 0, 2]]
 

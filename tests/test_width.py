@@ -31,7 +31,7 @@ from hetdpt.export.saved import RECIPE
 from hetdpt.measurement.costs import Costs, count_macs, count_params
 from hetdpt.reduce.tokens.reduce import reduce_tokens_
 from hetdpt.reduce.width.choice import Kept, Ratios, choose
-from hetdpt.reduce.width.narrow import Seen, WidthConfig, narrow_, narrow_to
+from hetdpt.reduce.width.narrow import WidthConfig, WidthSurvey, narrow_, narrow_to
 from hetdpt.reduce.width.refit import Inputs, refit_, watching
 from hetdpt.reduce.width.scores import Heads, Hidden, Narrowable, sizes_of
 from hetdpt.reduce.width.shapes import reshape_, widths_of
@@ -112,7 +112,7 @@ def test_a_narrow_model_is_the_wide_one_with_pieces_set_to_zero(family: Family) 
     model, images = family.build().double(), family.images().double()
     wide = deepcopy(model)
     dense = tensors(wide(images))
-    seen = Seen.of(model, PLAIN, (), BUT_EMBEDDING)
+    seen = WidthSurvey.of(model, PLAIN, (), BUT_EMBEDDING)
     kept = seen.choose(BUT_EMBEDDING)
     zero_(wide, lost(wide, seen.parts, kept))
     expected = tensors(wide(images))
@@ -258,7 +258,7 @@ def test_no_block_loses_its_last_head(model: nn.Module, images: Tensor) -> None:
     with torch.no_grad():
         for parameter in model.blocks[1].attn.parameters():
             parameter.mul_(1e-3)
-    seen = Seen.of(model, PLAIN, (), ALL)
+    seen = WidthSurvey.of(model, PLAIN, (), ALL)
     scores = [part.scores * (1e-6 if number == 1 else 1) for number, part in enumerate(seen.parts.heads)]
     parts = replace(
         seen.parts, heads=tuple(replace(part, scores=s) for part, s in zip(seen.parts.heads, scores, strict=True))

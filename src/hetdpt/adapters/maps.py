@@ -25,7 +25,7 @@ SOFTMAXES = (F.softmax, torch.softmax, Tensor.softmax)
 
 
 @dataclass(frozen=True)
-class Look:
+class ForwardRecord:
     """What was seen of one forward pass, all of it in the graph."""
 
     answer: Any
@@ -37,13 +37,13 @@ class Look:
     """Rows and columns of what the last convolution before the first of them gives."""
 
 
-def look(model: nn.Module, handles: Sequence[Handle], images: Tensor) -> Look:
+def look(model: nn.Module, handles: Sequence[Handle], images: Tensor) -> ForwardRecord:
     """Return the answer to ``images`` (B, C, H, W), and the attention maps of ``handles``; ``ModelError`` without any.
 
     Gradients reach the maps also where no weight wants any.
     """
     probe = differentiable(model)
-    watch, grids, ends = _Watch(), list[tuple[int, int]](), list[Tensor]()
+    watch, grids, ends = _MapWatch(), list[tuple[int, int]](), list[Tensor]()
 
     def convolved(_: nn.Module, args: Any, output: Tensor) -> None:
         if not watch.maps:
@@ -69,7 +69,7 @@ def look(model: nn.Module, handles: Sequence[Handle], images: Tensor) -> Look:
                 f"has {len(watch.maps.get(handle.site.path, ()))}; relevance is not defined for it"
             )
     maps = tuple(watch.maps[handle.site.path][0] for handle in handles)
-    return Look(answer, maps, ends[0], grids[-1] if grids else None)
+    return ForwardRecord(answer, maps, ends[0], grids[-1] if grids else None)
 
 
 def differentiable(model: nn.Module) -> nn.Module:
@@ -81,7 +81,7 @@ def differentiable(model: nn.Module) -> nn.Module:
     return probe
 
 
-class _Watch(TorchFunctionMode):
+class _MapWatch(TorchFunctionMode):
     """Keeps the attention maps of modules that say when they begin and end."""
 
     def __init__(self) -> None:

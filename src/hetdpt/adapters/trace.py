@@ -119,7 +119,7 @@ class Trace:
         return readers
 
 
-class _Recorder(TorchDispatchMode):
+class _TraceRecorder(TorchDispatchMode):
     def __init__(self, parameters: dict[int, str]) -> None:
         super().__init__()
         self.trace = Trace()
@@ -163,7 +163,7 @@ def _memory(tensor: Tensor) -> int:
     return address
 
 
-def _watch(recorder: _Recorder, path: str, module: nn.Module) -> list[Any]:
+def _watch(recorder: _TraceRecorder, path: str, module: nn.Module) -> list[Any]:
     opened: list[tuple[int, tuple[Any, ...]]] = []
 
     def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -278,7 +278,7 @@ def trace(model: nn.Module, input_size: tuple[int, int, int], images: int = 2) -
 
     @contextmanager
     def record(copy: nn.Module, stand_ins: dict[str, Tensor], given: Tensor) -> Iterator[None]:
-        recorder = _Recorder({id(t): name for name, t in stand_ins.items()})
+        recorder = _TraceRecorder({id(t): name for name, t in stand_ins.items()})
         recorder.add("image", [], [given])
         with ExitStack() as stack:
             for path, module in copy.named_modules():

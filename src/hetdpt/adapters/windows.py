@@ -37,7 +37,7 @@ class Windows:
         return image.view(-1, *self.grid)
 
 
-class _Recorder(Zero):
+class _InputRecorder(Zero):
     """Keeps what the attention would have been given, and adds nothing to the stream."""
 
     def __init__(self, extras: Extras) -> None:
@@ -57,7 +57,7 @@ def find_windows(model: nn.Module, handles: Sequence[Handle], images: Tensor) ->
     and in place of that what keeps the numbers.
     """
     probe = clone(model).eval()
-    recorders, streams = list[_Recorder](), list[Tensor]()
+    recorders, streams = list[_InputRecorder](), list[Tensor]()
 
     def numbered(_: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         stream = first_tensor(args, kwargs)
@@ -68,7 +68,7 @@ def find_windows(model: nn.Module, handles: Sequence[Handle], images: Tensor) ->
 
     for handle in handles:
         assert handle.parts is not None
-        recorders.append(_Recorder(handle.parts.extras))
+        recorders.append(_InputRecorder(handle.parts.extras))
         put_(probe, handle.parts.core, recorders[-1])
         for path in handle.parts.entry:
             put_(probe, path, Pass())
@@ -78,7 +78,7 @@ def find_windows(model: nn.Module, handles: Sequence[Handle], images: Tensor) ->
     return [_windows(*each, sides) for each in zip(handles, streams, recorders, strict=True)]
 
 
-def _windows(handle: Handle, stream: Tensor, recorder: _Recorder, sides: tuple[int, int]) -> Windows:
+def _windows(handle: Handle, stream: Tensor, recorder: _InputRecorder, sides: tuple[int, int]) -> Windows:
     """Return the windows of a block from its numbered tokens, and what its attention was given of these."""
     count = stream[0, ..., 0].numel()
     assert recorder.given is not None

@@ -39,7 +39,7 @@ from hetdpt.cli.options import (
 from hetdpt.cli.show import note_random_weights, print_, print_json, stages, table
 
 if TYPE_CHECKING:
-    from hetdpt.flow.collection.work import Done
+    from hetdpt.flow.collection.work import SampleDone
 
 
 def collect(
@@ -104,7 +104,7 @@ def collect(
     opened = open_data(data, root=data_root, download=download)
     with seeded(config.recovery.training.seed):  # random weights too are the same in all processes
         network = open_model(model, weights=weights, pretrained=pretrained, num_classes=num_classes, img_size=img_size)
-    found: list[Done] = []
+    found: list[SampleDone] = []
     with stages(quiet or as_json) as (move, say):
         place = Workplace(device=device, workers=workers_of(workers), minutes=minutes, batch=batch, progress=move)
         for done in collect_into(out, network, opened, config, place, chain=chain):  # type: ignore[arg-type]
@@ -119,7 +119,7 @@ def collect(
     typer.echo(f"written to {out}{hint}")
 
 
-def _line(done: Done) -> str:
+def _line(done: SampleDone) -> str:
     step = done.step
     if not step.kinds:
         return f"dense: accuracy {step.accuracy:.2f} %"
@@ -129,11 +129,11 @@ def _line(done: Done) -> str:
     return f"{done.node.chain} {counts}: without {gone} {step.before:.2f} -> {step.accuracy:.2f} %{by}"
 
 
-def _record(done: Done) -> dict[str, Any]:
+def _record(done: SampleDone) -> dict[str, Any]:
     return {"key": done.node.key, "chain": done.node.chain, "is_own": done.is_own, **done.step.to_dict()}
 
 
-def _print(found: list[Done]) -> None:
+def _print(found: list[SampleDone]) -> None:
     rows = table("samples", "attention removed", "activation removed", "before", "accuracy", "layer", "seconds")
     for done in found:
         step = done.step

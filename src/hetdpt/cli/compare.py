@@ -42,9 +42,9 @@ from hetdpt.cli.select import Candidates, Explore
 from hetdpt.cli.show import note_random_weights, print_, print_json, stages, table
 
 if TYPE_CHECKING:
-    from hetdpt.flow.collection.work import Done as Sampled
-    from hetdpt.flow.comparison.rows import Comparison, Difference
-    from hetdpt.flow.comparison.work import Done
+    from hetdpt.flow.collection.work import SampleDone as Sampled
+    from hetdpt.flow.comparison.rows import Difference, MethodComparison
+    from hetdpt.flow.comparison.work import ComparisonDone
 
 ALL = "all"
 COMMON = ("training.batch_size", "training.precision", "training.seed", "fraction", "per_class", "augmentation.")
@@ -103,7 +103,7 @@ def compare(
     from hetdpt.export.saved import open_model
     from hetdpt.flow.collection.work import Workplace
     from hetdpt.flow.comparison.compare import FIGURE, TABLE, CompareConfig, compare_into
-    from hetdpt.flow.comparison.rows import RESULTS, Comparison
+    from hetdpt.flow.comparison.rows import RESULTS, MethodComparison
     from hetdpt.flow.comparison.work import PLANS
     from hetdpt.flow.recipes import recipe as recipe_called
     from hetdpt.selection.methods import METHODS
@@ -139,7 +139,7 @@ def compare(
         ):
             if not as_json:
                 say(_line(done))
-    found = Comparison.read(out)
+    found = MethodComparison.read(out)
     if as_json:
         return print_json(directory=str(out), **found.to_dict())
     _print(found)
@@ -147,8 +147,8 @@ def compare(
     typer.echo(f"written to {out}: {RESULTS}, {TABLE}, {FIGURE}; the layers are in {out / PLANS}")
 
 
-def _line(done: Done | Sampled) -> str:
-    from hetdpt.flow.collection.work import Done as Sampled
+def _line(done: ComparisonDone | Sampled) -> str:
+    from hetdpt.flow.collection.work import SampleDone as Sampled
     from hetdpt.flow.comparison.work import Chosen, Timed
 
     by = "" if done.is_own else " (done before, or by another process)"
@@ -173,7 +173,7 @@ def _blocks(blocks: tuple[int, ...]) -> str:
     return " ".join(map(str, blocks)) or "none"
 
 
-def _print(found: Comparison) -> None:
+def _print(found: MethodComparison) -> None:
     dense = found.dense
     typer.echo(
         f"dense: accuracy {dense.accuracy:.2f} % of {dense.images} images, {dense.macs / 1e9:.3g} G MACs, "

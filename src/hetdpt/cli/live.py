@@ -46,7 +46,7 @@ def live(is_quiet: bool, as_json: bool) -> Iterator[Watch]:
         yield (lambda event: None) if as_json else Lines()
 
 
-class Course:
+class RunProgress:
     """What the events so far add up to."""
 
     def __init__(self) -> None:
@@ -95,7 +95,7 @@ class Lines:
     """Prints a line for whatever happens, but for progress only now and then."""
 
     def __init__(self) -> None:
-        self.course, self._last = Course(), time.monotonic()
+        self.course, self._last = RunProgress(), time.monotonic()
 
     def __call__(self, event: Event) -> None:
         self.course.take(event)
@@ -122,7 +122,7 @@ def _drawn(console: Console) -> Iterator[Watch]:
     from rich.live import Live
     from rich.text import Text
 
-    picture = Picture()
+    picture = RunDisplay()
 
     def watch(event: Event) -> None:
         picture.course.take(event)
@@ -137,13 +137,13 @@ def _drawn(console: Console) -> Iterator[Watch]:
             picture.is_over = True
 
 
-class Picture:
+class RunDisplay:
     """The stages of a run with a mark each, and the step at work with a bar; drawn by rich at any width."""
 
     def __init__(self) -> None:
         from rich.spinner import Spinner
 
-        self.course, self.is_over = Course(), False
+        self.course, self.is_over = RunProgress(), False
         self._spinner, self._plain_spinner = Spinner("dots"), Spinner("line")
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:

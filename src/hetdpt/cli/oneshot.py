@@ -27,7 +27,7 @@ from hetdpt.cli.options import (
 from hetdpt.cli.show import note_random_weights, print_, print_costs, print_json, print_speed, stages, table
 
 if TYPE_CHECKING:
-    from hetdpt.flow.oneshot import OneShot, Step
+    from hetdpt.flow.oneshot import OneShot, OneShotStep
 
 
 def oneshot(
@@ -88,7 +88,7 @@ def oneshot(
         if Run(partial_of(out)).is_begun:
             tell(f"going on with {partial_of(out)}")
 
-        def watch(step: Step) -> None:
+        def watch(step: OneShotStep) -> None:
             tell(_line(step, is_speedup=speedup is not None))
 
         found = oneshot_into(out, network, batches, judge, config, overwrite=overwrite, watch=watch, progress=move)
@@ -102,7 +102,7 @@ def _silent(_: str) -> None:
     pass
 
 
-def _line(step: Step, is_speedup: bool) -> str:
+def _line(step: OneShotStep, is_speedup: bool) -> str:
     site = step.choice.site
     text = f"{site.kind} {site.block}, damage {step.choice.damage:.3g}"
     if is_speedup:

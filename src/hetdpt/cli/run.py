@@ -38,7 +38,7 @@ from hetdpt.core.plan import KINDS
 
 if TYPE_CHECKING:
     from hetdpt.flow.config import RunConfig
-    from hetdpt.flow.stages.summary import Summary
+    from hetdpt.flow.stages.summary import RunSummary
 
 COLUMNS = ("method", "accuracy", "params", "macs", "ms", "speedup")
 TRAININGS = ("collection", "search", "recovery")
@@ -191,7 +191,7 @@ def do(asked: RunConfig, redo: str | None, until: str | None, as_json: bool, qui
     _print(found, asked.out)
 
 
-def _print(found: Summary, out: Path) -> None:
+def _print(found: RunSummary, out: Path) -> None:
     """Print the dense model, the pruned one and those of other methods in a table, and where all of it is."""
     from hetdpt.flow.stages.outcome import ONNX, SAVED
     from hetdpt.report.commands import further
@@ -221,7 +221,7 @@ def _print(found: Summary, out: Path) -> None:
     typer.echo(f"report: {(out / REPORTS['html']).resolve()}")
 
 
-def _table(found: Summary, out: Path) -> Any:
+def _table(found: RunSummary, out: Path) -> Any:
     """Return the table of all models."""
     from hetdpt.report.words import amount, milliseconds, percent, times
     from hetdpt.store.stage_directory import read_stages

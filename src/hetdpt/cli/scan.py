@@ -27,7 +27,7 @@ from hetdpt.cli.show import note_random_weights, print_, stages, table
 
 if TYPE_CHECKING:
     from hetdpt.core.plan import Kind, Site
-    from hetdpt.studies.scan import Row, ScanTable
+    from hetdpt.studies.scan import ScanRow, ScanTable
 
 SCAN = "scan.json"  # by which a directory of ours is known
 TIMED_BY_ITSELF = ("skip", "linear")  # and all of FFNs; a constant costs what a skip does
@@ -141,11 +141,11 @@ def _print_kind(found: ScanTable, kind: Kind, sites: list[Site]) -> None:
     print_(lines)
 
 
-def _entropy(of: dict[str, Row], styles: list[str]) -> str:
+def _entropy(of: dict[str, ScanRow], styles: list[str]) -> str:
     return _short(of[styles[0]].te) if styles[0] in of else "-"
 
 
-def _damage(found: ScanTable, row: Row | None) -> str:
+def _damage(found: ScanTable, row: ScanRow | None) -> str:
     if row is None:
         return "-"
     text = _short(row.damage) if row.is_replaceable else f"({_short(row.damage)})"
@@ -165,11 +165,11 @@ def _short(value: float) -> str:
     return f"{value:.3f}" if value < 1 else f"{value:.3g}"
 
 
-def _r2(row: Row | None) -> str:
+def _r2(row: ScanRow | None) -> str:
     return "-" if row is None or row.r2 is None else f"{row.r2:.2f}"
 
 
-def _savings(found: ScanTable, row: Row | None) -> list[str]:
+def _savings(found: ScanTable, row: ScanRow | None) -> list[str]:
     """Return the cells of one style: the part of the dense MACs in percent and, where it was timed, milliseconds."""
     if row is None:
         return ["-", "-"] if found.latency else ["-"]

@@ -18,7 +18,7 @@ from hetdpt.core.plan import Plan
 
 if TYPE_CHECKING:
     from hetdpt.measurement.costs import Costs
-    from hetdpt.measurement.speed import Comparison, LatencyTable
+    from hetdpt.measurement.speed import LatencyTable, ThroughputComparison
     from hetdpt.training.trainer import Epoch, Progress
 
 WIDE = 200  # columns of a file or pipe, so that no path in a table is broken
@@ -224,7 +224,7 @@ def print_costs(costs: dict[str, Costs]) -> None:
         typer.echo(f"{dense.macs / pruned.macs:.3f}x fewer MACs, {dense.params / pruned.params:.3f}x fewer parameters")
 
 
-def print_speed(speed: Comparison, costs: dict[str, Costs]) -> None:
+def print_speed(speed: ThroughputComparison, costs: dict[str, Costs]) -> None:
     for name, value in speed.throughput.items():
         typer.echo(f"{name}: {value}")
     fewer = costs["dense"].macs / costs["pruned"].macs

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from hetdpt.data.sources import Data
     from hetdpt.flow.collection.work import Workplace
-    from hetdpt.studies.tokens import Done, TokensConfig
+    from hetdpt.studies.tokens import TokensConfig, TokensDone
 
 
 def tokens(
@@ -164,7 +164,7 @@ def _study(
     return points
 
 
-def _line(done: Done) -> str:
+def _line(done: TokensDone) -> str:
     result, by = done.result, "" if done.is_own else " (done before, or by another process)"
     if isinstance(result, dict):
         return f"timed: {len(result)} models in turns{by}"

@@ -44,7 +44,7 @@ from hetdpt.report.words import amount, counted
 
 if TYPE_CHECKING:
     from hetdpt.core.plan import Plan
-    from hetdpt.studies.transfer import Done, TransferConfig
+    from hetdpt.studies.transfer import TransferConfig, TransferDone
 
 RECIPE = "cifar100_transfer"
 PROBED = ("fraction", "per_class", "training.seed", "training.batch_size")
@@ -151,6 +151,6 @@ def _plans(names: list[str], removal: str | None, calibration: int | None) -> di
     return {name: with_removal(read_plan(name), removal, "plain") for name in names}
 
 
-def _line(done: Done) -> str:
+def _line(done: TransferDone) -> str:
     result, by = done.result, "" if done.is_own else " (done before, or by another process)"
     return f"{done.case.name}: {result.top1:.2f} % of {result.images} images, {amount(result.macs)} MACs{by}"

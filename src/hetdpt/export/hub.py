@@ -14,7 +14,7 @@ from torch import nn
 from hetdpt.adapters.timm_hub import load_timm_weights, register_with_timm
 from hetdpt.core.errors import FileError, ModelError, first_line
 from hetdpt.export.features import as_features
-from hetdpt.export.saved import RECIPE, Recipe, load
+from hetdpt.export.saved import RECIPE, SavedRecipe, load
 
 
 def hetdpt(
@@ -34,7 +34,7 @@ def hetdpt(
     """
     if others:
         raise ModelError(f"a pruned model is built as it was saved; of timm's arguments, leave out {', '.join(others)}")
-    made = Recipe.from_dict(recipe, "config.json")
+    made = SavedRecipe.from_dict(recipe, "config.json")
     if made.base.library != "timm":
         raise ModelError(f"timm opens pruned models of timm, not {made.base.name}; open this one with hetdpt.load")
     model: Any = made.build(is_empty=False)

@@ -42,7 +42,7 @@ DTYPES = ("float32", "float16", "bfloat16", "float64")
 
 
 @dataclass(frozen=True)
-class Recipe:
+class SavedRecipe:
     """How to build a saved model again, all but its weights."""
 
     base: Base
@@ -60,7 +60,7 @@ class Recipe:
     """Height and width of its images, where they were changed after it was built and ``base`` does not say so."""
 
     @classmethod
-    def of(cls, model: nn.Module, base: Base | None = None) -> Recipe:
+    def of(cls, model: nn.Module, base: Base | None = None) -> SavedRecipe:
         record = record_of(model)
         dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
         base = base or base_of(model)
@@ -82,7 +82,7 @@ class Recipe:
         return replace(recipe, widths=widths_of(model, recipe.build())) if record.is_narrowed else recipe
 
     @classmethod
-    def from_dict(cls, values: Any, name: str) -> Recipe:
+    def from_dict(cls, values: Any, name: str) -> SavedRecipe:
         try:
             return cls(
                 base=Base.from_dict(values["base"]),
@@ -152,11 +152,11 @@ def save(
     return target
 
 
-def require_savable(model: nn.Module, base: Base | None = None) -> Recipe:
+def require_savable(model: nn.Module, base: Base | None = None) -> SavedRecipe:
     """Return the recipe by which ``model`` is saved; ``ModelError`` where it does not lead back to the model."""
     if gates_of(model):
         raise ModelError("this model has gates on its layers; call restore_(model) before saving it")
-    recipe = Recipe.of(model, base)
+    recipe = SavedRecipe.of(model, base)
     _require_same(model, recipe)
     return recipe
 
@@ -169,10 +169,10 @@ def load(directory: str | Path) -> nn.Module:
         raise FileError(f"{source / RECIPE} has format {values.get('format')!r}; this version reads {FORMAT}")
     weights = source / WEIGHTS
     require_sealed(weights, values)
-    return with_weights(Recipe.from_dict(values, str(source / RECIPE)), read_tensors(weights), str(weights))
+    return with_weights(SavedRecipe.from_dict(values, str(source / RECIPE)), read_tensors(weights), str(weights))
 
 
-def with_weights(recipe: Recipe, state: dict[str, Tensor], name: str) -> nn.Module:
+def with_weights(recipe: SavedRecipe, state: dict[str, Tensor], name: str) -> nn.Module:
     """Return the model of ``recipe`` around the tensors of ``state``, which must fit exactly."""
     model = recipe.build()
     check_fit(model.state_dict(), state, name)
@@ -239,7 +239,7 @@ def _preprocessing(model: nn.Module) -> Preprocessing | None:
         return None
 
 
-def _require_same(model: nn.Module, recipe: Recipe) -> None:
+def _require_same(model: nn.Module, recipe: SavedRecipe) -> None:
     """Raise unless a model built from ``recipe`` around the same weights has the same modules and computes the same."""
     hint = (
         f"built again from {recipe.base.name} it would not be the same; pass "

@@ -24,8 +24,8 @@ from hetdpt.core.plan import KINDS, Plan
 from hetdpt.export.saved import RECIPE, save
 from hetdpt.measurement.agreement import Damage, measure_damage
 from hetdpt.measurement.costs import Costs
-from hetdpt.measurement.speed import Comparison, measure_throughput
-from hetdpt.selection.damage import Choice, choose
+from hetdpt.measurement.speed import ThroughputComparison, measure_throughput
+from hetdpt.selection.damage import GreedyChoice, choose
 from hetdpt.selection.goal import Goal, OneShotConfig
 from hetdpt.store.atomic import require_new
 from hetdpt.store.run_directory import Run
@@ -40,11 +40,11 @@ StageProgress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
-class Step:
+class OneShotStep:
     """One layer was chosen."""
 
     number: int
-    choice: Choice
+    choice: GreedyChoice
     reached: float
     """Layers, or by the time of each layer the speedup."""
     wanted: float
@@ -56,13 +56,13 @@ class OneShot:
 
     plan: Plan
     """With how well each replacement fits."""
-    choices: tuple[Choice, ...]
+    choices: tuple[GreedyChoice, ...]
     """In the order in which they were chosen."""
     damage: float
     """Of the saved model, in ``damage_unit``."""
     damage_unit: str
     costs: dict[str, Costs]
-    speed: Comparison
+    speed: ThroughputComparison
     wanted_speedup: float | None
     images: dict[str, int]
     seconds: float
@@ -79,7 +79,7 @@ def oneshot_into(
     config: OneShotConfig,
     *,
     overwrite: bool = False,
-    watch: Callable[[Step], None] | None = None,
+    watch: Callable[[OneShotStep], None] | None = None,
     progress: StageProgress | None = None,
 ) -> OneShot:
     """Choose layers by the damage they do, remove them, and save the faster model to ``directory``; no labels.
@@ -89,8 +89,8 @@ def oneshot_into(
     called again after a kill, it goes on from there.
     """
     require_new(directory, overwrite, RECIPE)
-    seen = {"calibration": _Seen.of(batches, model), "judge": _Seen.of(judge, model)}
-    job = _Job(model, batches, judge, config, seen["calibration"].size, watch, progress)
+    seen = {"calibration": _ImagesSeen.of(batches, model), "judge": _ImagesSeen.of(judge, model)}
+    job = _OneShotJob(model, batches, judge, config, seen["calibration"].size, watch, progress)
     run = Run.open(partial_of(directory), _asked_of_job(job, seen))
     with run.alone():
         chosen = _Chosen.of(run, job)
@@ -124,7 +124,7 @@ def partial_of(directory: Path) -> Path:
 
 
 @dataclass(frozen=True)
-class _Job:
+class _OneShotJob:
     """What ``oneshot_into`` was given."""
 
     model: nn.Module
@@ -132,7 +132,7 @@ class _Job:
     judge: Iterable[Tensor]
     config: OneShotConfig
     size: InputSize
-    watch: Callable[[Step], None] | None
+    watch: Callable[[OneShotStep], None] | None
     progress: StageProgress | None
 
     def stage(self, name: str) -> Callable[[int, int], None] | None:
@@ -142,12 +142,12 @@ class _Job:
 class _Chosen:
     """The layers chosen so far; each is written to the run before anyone hears of it."""
 
-    def __init__(self, run: Run, goal: Goal, choices: list[Choice], seconds: float) -> None:
+    def __init__(self, run: Run, goal: Goal, choices: list[GreedyChoice], seconds: float) -> None:
         self.run, self.goal, self.choices = run, goal, choices
         self.begun = time.monotonic() - seconds
 
     @classmethod
-    def of(cls, run: Run, job: _Job) -> _Chosen:
+    def of(cls, run: Run, job: _OneShotJob) -> _Chosen:
         """Return what an earlier process left in ``run``, or begin."""
         state = run.checkpoints.latest()
         if state is None:
@@ -158,7 +158,7 @@ class _Chosen:
                 run.discard()
                 raise
             return cls(run, goal, [], time.monotonic() - begun)
-        choices = [Choice.from_dict(choice) for choice in state["choices"]]
+        choices = [GreedyChoice.from_dict(choice) for choice in state["choices"]]
         return cls(run, Goal.from_dict(state["goal"]), choices, state["seconds"])
 
     @property
@@ -169,7 +169,7 @@ class _Chosen:
     def gained(self) -> float:
         return sum(choice.gain for choice in self.choices)
 
-    def choose(self, job: _Job) -> None:
+    def choose(self, job: _OneShotJob) -> None:
         """Go on until the goal is reached."""
         self._keep()
         for choice in choose(
@@ -186,9 +186,9 @@ class _Chosen:
             self._keep()
             if job.watch:
                 wanted = job.config.speedup or self.goal.target
-                job.watch(Step(len(self.choices), choice, self.goal.reached(self.gained), wanted))
+                job.watch(OneShotStep(len(self.choices), choice, self.goal.reached(self.gained), wanted))
 
-    def wants_more(self, speed: Comparison, config: OneShotConfig) -> bool:
+    def wants_more(self, speed: ThroughputComparison, config: OneShotConfig) -> bool:
         """Raise the goal by the time that is missing to the speedup asked for; return whether that can be."""
         goal = self.goal.raised(self.gained, speed.speedup["pruned"].value, config.speedup or 0.0)
         self.goal = goal or self.goal
@@ -199,7 +199,7 @@ class _Chosen:
         self.run.checkpoints.keep({"goal": self.goal.to_dict(), "choices": choices, "seconds": self.seconds})
 
 
-def _without(job: _Job, choices: list[Choice]) -> nn.Module:
+def _without(job: _OneShotJob, choices: list[GreedyChoice]) -> nn.Module:
     """Return a copy of the model without the layers chosen, replacements fitted in order on what is before them."""
     attention, activation = (tuple(c.site.block for c in choices if c.site.kind == kind) for kind in KINDS)
     plan, config = Plan(attention, activation, job.config.removal), job.config
@@ -212,7 +212,7 @@ def _without(job: _Job, choices: list[Choice]) -> nn.Module:
 
 
 @dataclass(frozen=True)
-class _Seen:
+class _ImagesSeen:
     """Which images there are."""
 
     count: int
@@ -220,7 +220,7 @@ class _Seen:
     checksum: str
 
     @classmethod
-    def of(cls, batches: Iterable[Tensor], model: nn.Module) -> _Seen:
+    def of(cls, batches: Iterable[Tensor], model: nn.Module) -> _ImagesSeen:
         require_more_than_once(batches, "once for each layer")
         found, count, shape = hashlib.sha256(), 0, torch.Size()
         for images in checked(batches, model, "a removal in one shot"):
@@ -232,7 +232,7 @@ class _Seen:
         return f"{self.count} with checksum {self.checksum[:8]}"
 
 
-def _asked_of_job(job: _Job, seen: dict[str, _Seen]) -> dict[str, Any]:
+def _asked_of_job(job: _OneShotJob, seen: dict[str, _ImagesSeen]) -> dict[str, Any]:
     """Return all that decides the outcome, as plain JSON."""
     weight = next(job.model.parameters())
     return {

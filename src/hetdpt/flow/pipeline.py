@@ -18,8 +18,8 @@ from hetdpt.flow.stages.budget import allocate, analyse, collect, fit
 from hetdpt.flow.stages.events import Event
 from hetdpt.flow.stages.layers import merge, recover, reduce, select
 from hetdpt.flow.stages.outcome import compare, measure, report, save
-from hetdpt.flow.stages.summary import Summary
-from hetdpt.flow.stages.task import DATA, MODEL, SAMPLES, Stage, Task, do, identities
+from hetdpt.flow.stages.summary import RunSummary
+from hetdpt.flow.stages.task import DATA, MODEL, SAMPLES, Stage, StageTask, do, identities
 from hetdpt.flow.stages.width import balance, narrow
 from hetdpt.store.stage_directory import STAGES, Asked, held, is_as_before
 from hetdpt.surgery.remove import survey_of
@@ -53,7 +53,7 @@ def run(
     redo: str | None = None,
     until: str | None = None,
     watch: Callable[[Event], None] | None = None,
-) -> Summary | None:
+) -> RunSummary | None:
     """Make a dense model faster and ship it: all stages, each on disk before the next begins.
 
     Called again it goes on where it was killed, and does nothing twice. A stage that was begun with other settings or
@@ -70,7 +70,7 @@ def run(
             task.results[stage.name] = do(stage, task)
             if stage.name == until != flow[-1].name:
                 return None
-    return Summary.read(config.out)
+    return RunSummary.read(config.out)
 
 
 def _flow(config: RunConfig, redo: str | None, until: str | None) -> list[Stage]:
@@ -83,7 +83,7 @@ def _flow(config: RunConfig, redo: str | None, until: str | None) -> list[Stage]
     return [stage for stage in FLOW if stage.name in config.stages]
 
 
-def _held(task: Task, flow: list[Stage], redo: str | None) -> AbstractContextManager[None]:
+def _held(task: StageTask, flow: list[Stage], redo: str | None) -> AbstractContextManager[None]:
     """Hold the run directory in the first process of a group."""
     if not task.processes.is_main_process:
         return nullcontext()
@@ -124,9 +124,9 @@ def open_inputs(config: RunConfig) -> tuple[nn.Module, Data]:
 
 def _task(
     config: RunConfig, model: nn.Module, data: Data, processes: Accelerator, tell: Callable[[Event], None]
-) -> Task:
+) -> StageTask:
     """Return what the stages are given."""
-    return Task(config, model.to(processes.device), data, _identities(config, model, data), processes, tell)
+    return StageTask(config, model.to(processes.device), data, _identities(config, model, data), processes, tell)
 
 
 def _identities(config: RunConfig, model: nn.Module, data: Data) -> dict[str, Any]:

@@ -48,7 +48,7 @@ class Ratio:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class ThroughputComparison:
     """Interleaved timings of several models; speedups are relative to the first one."""
 
     throughput: dict[str, Measurement]
@@ -81,7 +81,7 @@ def measure_throughput(
     warmup: int = 10,
     seconds: float | None = None,
     progress: Progress | None = None,
-) -> Comparison:
+) -> ThroughputComparison:
     """Return images per second of each model, and how much faster than the first the others are.
 
     The models take turns on one fixed batch, on the device and in the dtype they are in. ``batch`` defaults to 256 on
@@ -96,7 +96,7 @@ def measure_throughput(
         times = _interleave(calls, images.device, Rounds(runs, warmup, seconds), progress)
     speeds = {name: len(images) / row for name, row in times.items()}
     baseline = next(iter(times.values()))
-    return Comparison(
+    return ThroughputComparison(
         {name: _measurement("throughput", speed, "img/s", images) for name, speed in speeds.items()},
         {name: _ratio(baseline / row) for name, row in times.items()},
     )

@@ -14,7 +14,7 @@ from hetdpt.report.scan import Look
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from hetdpt.flow.comparison.rows import Comparison, Row, Summary
+    from hetdpt.flow.comparison.rows import ComparisonRow, MethodComparison, MethodSummary
 
 COLUMNS = (
     "layers", "method", "seed", "split", "attention", "activation", "removal", "start", "accuracy", "speedup",
@@ -35,7 +35,7 @@ OTHER = Look("#000000", ".")
 EMPHASISED = "hetdpt"
 
 
-def write_csv(comparison: Comparison, path: Path) -> None:
+def write_csv(comparison: MethodComparison, path: Path) -> None:
     """Write one line for each number of layers, method and seed."""
     with path.open("w", newline="", encoding="utf-8") as file:
         lines = csv.DictWriter(file, COLUMNS)
@@ -43,7 +43,7 @@ def write_csv(comparison: Comparison, path: Path) -> None:
         lines.writerows(_cells(row, comparison) for row in comparison.rows)
 
 
-def _cells(row: Row, comparison: Comparison) -> dict[str, Any]:
+def _cells(row: ComparisonRow, comparison: MethodComparison) -> dict[str, Any]:
     plan, speed = row.plan, row.speed
     values = (
         row.layers, row.method, row.seed, row.split, _blocks(plan.attention), _blocks(plan.activation),
@@ -57,7 +57,7 @@ def _blocks(blocks: Sequence[int]) -> str:
     return " ".join(str(block) for block in blocks)
 
 
-def draw(comparison: Comparison, path: Path) -> None:
+def draw(comparison: MethodComparison, path: Path) -> None:
     """Write a figure, PNG or SVG by the name of the file: accuracy by measured speedup, a line for each method."""
     require_figure(path)
     from matplotlib.figure import Figure
@@ -74,7 +74,7 @@ def draw(comparison: Comparison, path: Path) -> None:
     figure.savefig(path, dpi=150, format=path.suffix[1:].lower())
 
 
-def _draw_method(panel: Axes, method: str, found: Sequence[Summary]) -> None:
+def _draw_method(panel: Axes, method: str, found: Sequence[MethodSummary]) -> None:
     look, is_ours = LOOKS.get(method, OTHER), method == EMPHASISED
     places, values = [summary.speedup for summary in found], [summary.accuracy for summary in found]
     spreads = [summary.spread or 0.0 for summary in found]
@@ -86,7 +86,7 @@ def _draw_method(panel: Axes, method: str, found: Sequence[Summary]) -> None:
     panel.errorbar(places, values, color=look.colour, marker=look.marker, label=method, **bars, **size)
 
 
-def _label(panel: Axes, summary: Summary, comparison: Comparison) -> None:
+def _label(panel: Axes, summary: MethodSummary, comparison: MethodComparison) -> None:
     """Name a point by its split, and by the methods that lie on it, or how many they are."""
     at = summary.speedup, summary.accuracy
     others = [one.method for one in comparison.summaries if (one.speedup, one.accuracy) == at and one is not summary]
@@ -95,7 +95,7 @@ def _label(panel: Axes, summary: Summary, comparison: Comparison) -> None:
     panel.annotate(text, at, xytext=(8, 8), textcoords="offset points", fontsize="small", zorder=6)
 
 
-def _finish(panel: Axes, comparison: Comparison) -> None:
+def _finish(panel: Axes, comparison: MethodComparison) -> None:
     seeds = max(len(summary.seeds) for summary in comparison.summaries)
     bars = f"; bars: standard deviation over {seeds} seeds" if seeds > 1 else "; one seed"
     panel.set_title(f"same fine-tuning for all, {comparison.dense.images} validation images{bars}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hetdpt.core.reductions import Tokens
-from hetdpt.report.results import Analysis, Balance, Goal, Measured, Merge, Narrowing, Selection, Speedup
+from hetdpt.report.results import Analysis, Balance, GoalResult, Measured, Merge, Narrowing, Selection, Speedup
 from hetdpt.report.run import RunRecord
 from hetdpt.report.words import (
     amount,
@@ -124,7 +124,7 @@ def _dense_tile(found: Analysis) -> Tile:
     return Tile("dense accuracy", percent(scores.top1), ("95 % interval", interval(scores.low, scores.high)))
 
 
-def goal_line(goal: Goal) -> str:
+def goal_line(goal: GoalResult) -> str:
     """Return whether the goal was met and, if not, by how much it was missed."""
     return f"Goal met: {wanted(goal.wanted)}" if goal.is_met else f"Goal missed: {goal.text}"
 

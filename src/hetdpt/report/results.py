@@ -14,7 +14,7 @@ from hetdpt.measurement.prices import Prices
 
 
 @dataclass(frozen=True)
-class Scores:
+class AccuracyResult:
     """Accuracy in percent, with its 95 % interval."""
 
     top1: float
@@ -34,7 +34,7 @@ class Analysis:
     dtype: str
     blocks: int
     sites: tuple[Site, ...]
-    accuracy: Scores
+    accuracy: AccuracyResult
     params: float
     macs: float
     prices: Prices | None = None
@@ -94,7 +94,7 @@ class Predicted:
 
 
 @dataclass(frozen=True)
-class Fit:
+class FitResult:
     """The accuracy predictor MAP."""
 
     blocks: int
@@ -110,7 +110,7 @@ class Fit:
 
 
 @dataclass(frozen=True)
-class Allocation:
+class AllocationResult:
     """How many layers of each kind go, and what else would have met the goal."""
 
     wanted: dict[str, float]
@@ -175,7 +175,7 @@ class Balance:
 
 
 @dataclass(frozen=True)
-class Choice:
+class ChosenLayers:
     """Which layers go, by the numbers of their blocks."""
 
     attention: tuple[int, ...]
@@ -201,7 +201,7 @@ class Pick:
 @dataclass(frozen=True)
 class Selection:
     method: str
-    plan: Choice
+    plan: ChosenLayers
     picks: tuple[Pick, ...] = ()
     """In the order in which they went."""
 
@@ -219,7 +219,7 @@ class Narrowing:
 
 
 @dataclass(frozen=True)
-class Epoch:
+class EpochResult:
     """Number 0 is before training."""
 
     number: int
@@ -231,7 +231,7 @@ class Epoch:
 
 @dataclass(frozen=True)
 class Recovery:
-    epochs: tuple[Epoch, ...]
+    epochs: tuple[EpochResult, ...]
 
 
 @dataclass(frozen=True)
@@ -244,7 +244,7 @@ class Merge:
 class Side:
     """One of the two models that are compared."""
 
-    accuracy: Scores
+    accuracy: AccuracyResult
     params: float
     macs: float
     ms: float
@@ -280,12 +280,12 @@ class Saved:
 
 
 @dataclass(frozen=True)
-class Row:
+class MethodRow:
     """Another method, with as many layers and the same fine-tuning."""
 
     method: str
     accuracy: float
-    plan: Choice | None = None
+    plan: ChosenLayers | None = None
     start: float | None = None
     params: float | None = None
     macs: float | None = None
@@ -297,8 +297,8 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Comparison:
-    rows: tuple[Row, ...]
+class ComparisonResult:
+    rows: tuple[MethodRow, ...]
     images: int
 
 
@@ -308,8 +308,8 @@ class Results:
 
     analyse: Analysis | None = None
     collect: Collection | None = None
-    fit: Fit | None = None
-    allocate: Allocation | None = None
+    fit: FitResult | None = None
+    allocate: AllocationResult | None = None
     balance: Balance | None = None
     select: Selection | None = None
     narrow: Narrowing | None = None
@@ -318,7 +318,7 @@ class Results:
     reduce: Tokens | None = None
     measure: Measured | None = None
     save: Saved | None = None
-    compare: Comparison | None = None
+    compare: ComparisonResult | None = None
 
     @property
     def budget(self) -> Budget | None:
@@ -335,7 +335,7 @@ class Next:
 
 
 @dataclass(frozen=True)
-class Goal:
+class GoalResult:
     """What was wanted of a run, and whether it is met by what was measured."""
 
     wanted: dict[str, Any]
@@ -345,9 +345,9 @@ class Goal:
 
 
 @dataclass(frozen=True)
-class Summary:
+class SummaryResult:
     """What the whole run came to, as far as no stage says it."""
 
-    goal: Goal | None = None
+    goal: GoalResult | None = None
     warnings: tuple[str, ...] = ()
     seconds: float | None = None

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
     from hetdpt.core.plan import Site
-    from hetdpt.studies.scan import Row, ScanTable
+    from hetdpt.studies.scan import ScanRow, ScanTable
 
 COLUMNS = (
     "kind", "block", "path", "is_gated", "style", "te", "r2", "damage", "is_replaceable", "macs_saved", "ms_saved",
@@ -52,7 +52,7 @@ def write_csv(table: ScanTable, path: Path) -> None:
         lines.writerows(_cells(row) for row in table.rows)
 
 
-def _cells(row: Row) -> list[Any]:
+def _cells(row: ScanRow) -> list[Any]:
     site, saved = row.site, row.ms_saved
     timed = [saved.value, saved.spread, saved.device, saved.dtype, saved.batch] if saved else [None] * 5
     numbers = [row.te, row.r2, row.damage, row.is_replaceable, row.macs_saved]
@@ -146,7 +146,9 @@ def _draw_savings(panel: Axes, table: ScanTable) -> None:
     panel.set_ylabel("saved [ms per batch]")
 
 
-def _line(panel: Axes, rows: list[Row], value: Callable[[Row], float], style: str, label: str | None = None) -> None:
+def _line(
+    panel: Axes, rows: list[ScanRow], value: Callable[[ScanRow], float], style: str, label: str | None = None
+) -> None:
     draw_line(panel, [row.site.block for row in rows], [value(row) for row in rows], style, label or style)
 
 
@@ -163,7 +165,7 @@ def _styles(rows: Any) -> list[str]:
     return [style for style in LOOKS if style in found]
 
 
-def _short(rows: list[Row]) -> str:
+def _short(rows: list[ScanRow]) -> str:
     return "attention:" if rows and rows[0].site.kind == "attention" else "FFN:"
 
 

@@ -9,12 +9,12 @@ from typing import Any, Literal
 
 from hetdpt.core.reductions import Tokens
 from hetdpt.report.results import (
-    Allocation,
+    AllocationResult,
     Analysis,
     Balance,
     Collection,
-    Comparison,
-    Fit,
+    ComparisonResult,
+    FitResult,
     Measured,
     Merge,
     Narrowing,
@@ -94,9 +94,9 @@ def _outcome(result: object) -> str:
             return f"{percent(scores.top1)} of {scores.count} images, {result.blocks} blocks"
         case Collection(samples=samples):
             return counted(len(samples), "sample")
-        case Fit():
+        case FitResult():
             return f"degree {result.degree}, wrong by {result.mae:.2f} points on average"
-        case Allocation(budget=budget):
+        case AllocationResult(budget=budget):
             return f"{budget.attention} attention + {budget.activation} activation"
         case Balance(budget=budget):
             best = percent(result.candidates[result.chosen].accuracy)
@@ -118,6 +118,6 @@ def _outcome(result: object) -> str:
             return f"{percent(result.pruned.accuracy.top1)}, {times(result.speedup.value)} ({place(result)})"
         case Saved():
             return ", ".join(filter(None, (result.model, result.onnx)))
-        case Comparison(rows=rows):
+        case ComparisonResult(rows=rows):
             return ", ".join(f"{row.method} {percent(row.accuracy)}" for row in rows)
     return ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from hetdpt.report.results import Balance, Measured, Row, Side
+from hetdpt.report.results import Balance, Measured, MethodRow, Side
 from hetdpt.report.run import RunRecord
 from hetdpt.report.words import (
     NONE,
@@ -47,14 +47,14 @@ def _range(side: Side) -> str:
     return interval(side.accuracy.low, side.accuracy.high)
 
 
-def compared(record: RunRecord) -> list[Row]:
+def compared(record: RunRecord) -> list[MethodRow]:
     """Return the other methods of the run, its own before them."""
     measured, comparison = record.results.measure, record.results.compare
     if measured is None or comparison is None:
         return []
     pruned, speed, recovery = measured.pruned, measured.speedup, record.results.recover
     start = recovery.epochs[0].last if recovery and recovery.epochs else None
-    own = Row(
+    own = MethodRow(
         method=record.method,
         accuracy=pruned.accuracy.top1,
         plan=record.results.select.plan if record.results.select else None,

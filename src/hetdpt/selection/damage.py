@@ -30,7 +30,7 @@ PARTS = 100  # of a step, as progress counts them
 
 
 @dataclass(frozen=True)
-class Choice:
+class GreedyChoice:
     """One layer that goes."""
 
     site: Site
@@ -39,7 +39,7 @@ class Choice:
     gain: float
 
     @classmethod
-    def from_dict(cls, values: Any) -> Choice:
+    def from_dict(cls, values: Any) -> GreedyChoice:
         """Return the choice that ``asdict`` made ``values`` of."""
         return cls(Site(**values["site"]), values["damage"], values["gain"])
 
@@ -52,10 +52,10 @@ def choose(
     *,
     judge: Iterable[Tensor] | None = None,
     removal: Removal = "calibrated",
-    chosen: Sequence[Choice] = (),
+    chosen: Sequence[GreedyChoice] = (),
     memory: int = MEMORY,
     progress: Progress | None = None,
-) -> Iterator[Choice]:
+) -> Iterator[GreedyChoice]:
     """Yield layers to remove, one after another, until together they gain ``target``.
 
     Every step takes the site s of ``gains`` with the least (damage(S + s) - damage(S)) / gain(s), S being what went
@@ -97,7 +97,7 @@ def choose(
         _require_finite(damages[best], step)
         current, damage, reached, step = variants[best], damages[best], reached + gains[best], step + 1
         left.remove(best)
-        yield Choice(best, damage, gains[best])
+        yield GreedyChoice(best, damage, gains[best])
 
 
 def damage_of_each(

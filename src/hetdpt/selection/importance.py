@@ -49,7 +49,7 @@ class Prior:
     """Those of the search that have as many images: each candidate counts as tried on all of them."""
 
 
-class Search:
+class ImportanceSearch:
     """A companion of the training loop that learns importances and closes gates.
 
     ``kinds`` says of which kind each layer is that goes, None for any. ``prior`` is what is known before. An update has

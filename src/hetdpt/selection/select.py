@@ -21,9 +21,9 @@ from hetdpt.core.plan import KINDS, Budget, Kind, Plan, Site
 from hetdpt.data.augmentation import Augmentation
 from hetdpt.data.sources import Data, open_data
 from hetdpt.data.unlabelled import ImageBatches
-from hetdpt.selection.damage import Choice, choose, damage_of_each
+from hetdpt.selection.damage import GreedyChoice, choose, damage_of_each
 from hetdpt.selection.entropy import greedy_order, require_offered, transfer_entropy
-from hetdpt.selection.importance import Picked, Prior, Search
+from hetdpt.selection.importance import ImportanceSearch, Picked, Prior
 from hetdpt.selection.methods import Method, Score, method_called
 from hetdpt.selection.schedule import removal_order
 from hetdpt.surgery.calibrate import gate_fitted_, refit_gates_
@@ -184,7 +184,7 @@ def _by_entropy(task: _Task) -> list[Site]:
 def _by_damage(task: _Task) -> list[Site]:
     """Return the sites that go one after another, each with the least damage, measured on other training images."""
     judge = _judge(task)
-    chosen: list[Choice] = []
+    chosen: list[GreedyChoice] = []
     for kind, count in Counter(task.kinds).items():  # all of one kind, then all of the other
         before = [choice.site for choice in chosen]
         gains = {site: 1.0 for site in task.offered if kind in (None, site.kind) or site in before}
@@ -229,7 +229,7 @@ def _by_importance(task: _Task) -> list[Site]:
     gated, student = Plan(removal=config.removal), deepcopy(task.model)
     gate_fitted_(student, gated, task.images, sites=candidates)
     settings = config.search.with_settings({"training.ema_decay": 0.0, "train_merged": False})
-    search = Search(
+    search = ImportanceSearch(
         student,
         task.kinds,
         explores=config.explores,

@@ -45,15 +45,15 @@ Part = Literal["accuracy", "gradients", "layers"]
 
 
 @dataclass(frozen=True)
-class Dense:
+class DenseAccuracy:
     """The model as it was given."""
 
     accuracy: float
     """Percent."""
 
 
-Result = Dense | Disparity | Asymmetry
-TYPES: dict[Part, Any] = {"accuracy": Dense, "gradients": Disparity, "layers": Asymmetry}
+Result = DenseAccuracy | Disparity | Asymmetry
+TYPES: dict[Part, Any] = {"accuracy": DenseAccuracy, "gradients": Disparity, "layers": Asymmetry}
 """What is in the files of each folder."""
 
 
@@ -88,7 +88,7 @@ class ObserveConfig:
 
 
 @dataclass(frozen=True)
-class Task:
+class ObserveTask:
     """Something to observe."""
 
     part: Part
@@ -110,7 +110,7 @@ class Task:
 class Observed:
     """Something that was observed."""
 
-    task: Task
+    task: ObserveTask
     result: Result
     """Accuracy in percent, or what belongs to the part."""
     is_own: bool
@@ -131,7 +131,7 @@ def observe_into(
     opened = data if isinstance(data, Data) else open_data(data)
     tasks = _tasks(model, config)
     share(directory, _asked(model, opened, config, place.workers))
-    job: Job[Task, Result] = _Job(directory, model.to(find_device(place.device)), opened, config, place)
+    job: Job[ObserveTask, Result] = _ObserveJob(directory, model.to(find_device(place.device)), opened, config, place)
     for found in work(directory / CLAIMS, tasks, job):
         yield Observed(*found)
     for task in tasks:
@@ -139,7 +139,7 @@ def observe_into(
     _write_results(directory)
 
 
-def _tasks(model: nn.Module, config: ObserveConfig) -> list[Task]:
+def _tasks(model: nn.Module, config: ObserveConfig) -> list[ObserveTask]:
     """Return all there is to do; ``PlanError`` if a block is asked for that has nothing to remove."""
     offered: dict[Removal, list[Site]] = {}
     for removal in config.removals:
@@ -155,11 +155,11 @@ def _tasks(model: nn.Module, config: ObserveConfig) -> list[Task]:
             )
     chosen = blocks if config.blocks is None else config.blocks
     layers = [(removal, site) for removal, sites in offered.items() for site in sites if site.block in chosen]
-    tasks = [Task("gradients", removal) for removal in config.removals]
+    tasks = [ObserveTask("gradients", removal) for removal in config.removals]
     if layers:
-        tasks = [Task("accuracy"), *tasks]
+        tasks = [ObserveTask("accuracy"), *tasks]
     layers.sort(key=lambda pair: pair[1].block)  # so that what there is before the end is of both removals
-    return tasks + [Task("layers", removal, site) for removal, site in layers]
+    return tasks + [ObserveTask("layers", removal, site) for removal, site in layers]
 
 
 def _asked(model: nn.Module, data: Data, config: ObserveConfig, workers: int) -> dict[str, Any]:
@@ -170,7 +170,7 @@ def _asked(model: nn.Module, data: Data, config: ObserveConfig, workers: int) ->
 
 
 @dataclass(frozen=True)
-class _Job:
+class _ObserveJob:
     """What a process does in one directory, and with what."""
 
     directory: Path
@@ -179,31 +179,31 @@ class _Job:
     config: ObserveConfig
     place: Workplace
 
-    def name(self, task: Task) -> str:
+    def name(self, task: ObserveTask) -> str:
         return f"{task.part}-{task.key}"
 
-    def result(self, task: Task) -> Result | None:
+    def result(self, task: ObserveTask) -> Result | None:
         found: Result | None = read_measured(self._file(task), TYPES[task.part])
         return found
 
-    def can_begin(self, task: Task) -> bool:
+    def can_begin(self, task: ObserveTask) -> bool:
         return True
 
     def wait(self, who: str) -> None:
         self.place.wait(who)
 
-    def take(self, task: Task, claim: Claim) -> None:
+    def take(self, task: ObserveTask, claim: Claim) -> None:
         """Do it, and write what came out."""
         found = self._observe(task, claim)
         claim.require_held()
         keep_json(self._file(task), asdict(found))
         _clear(self.directory, self.name(task))
 
-    def _observe(self, task: Task, claim: Claim) -> Result:
+    def _observe(self, task: ObserveTask, claim: Claim) -> Result:
         place, name = self.place, self.name(task)
         if task.removal is None:
             progress = place.stage("evaluating")
-            return Dense(evaluate(self.model, self.data, workers=place.workers, progress=progress).top1)
+            return DenseAccuracy(evaluate(self.model, self.data, workers=place.workers, progress=progress).top1)
         keeper = Claimed(Checkpoints(self._folder(task) / CHECKPOINTS, place.minutes), claim)
         options: Any = {
             "device": place.device,
@@ -229,10 +229,10 @@ class _Job:
         seed, wants = self.config.recovery.training.seed, preprocessing_of(self.model)
         return ImageBatches(self.data.train, wants, count=self.config.images, seed=seed, workers=self.place.workers)
 
-    def _folder(self, task: Task) -> Path:
+    def _folder(self, task: ObserveTask) -> Path:
         return self.directory / STEPS / self.name(task)
 
-    def _file(self, task: Task) -> Path:
+    def _file(self, task: ObserveTask) -> Path:
         return self.directory / task.part / f"{task.key}.json"
 
 

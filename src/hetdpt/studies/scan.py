@@ -43,7 +43,7 @@ Variant = tuple[Site, str]
 
 
 @dataclass(frozen=True)
-class Row:
+class ScanRow:
     """What becomes of a model that loses one site in one style."""
 
     site: Site
@@ -66,7 +66,7 @@ class Row:
 class ScanTable:
     """Every site of a model under every style, in order of execution."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[ScanRow, ...]
     is_classifier: bool
     """Whether damage is in nats; else it is the part of the features that is lost."""
     uninformed: float
@@ -89,10 +89,10 @@ class ScanTable:
     def sites(self) -> tuple[Site, ...]:
         return tuple(dict.fromkeys(row.site for row in self.rows))
 
-    def of(self, site: Site) -> tuple[Row, ...]:
+    def of(self, site: Site) -> tuple[ScanRow, ...]:
         return tuple(row for row in self.rows if row.site == site)
 
-    def best(self, site: Site) -> Row:
+    def best(self, site: Site) -> ScanRow:
         """Return the style with the least damage, on a tie the one that saves more."""
         return min(self.of(site), key=lambda row: (row.damage, -row.macs_saved))
 
@@ -119,9 +119,11 @@ class ScanTable:
         return cls(**{**values, "rows": tuple(map(_row, values["rows"])), "dense": dense, "latency": latency})
 
 
-def _row(values: dict[str, Any]) -> Row:
+def _row(values: dict[str, Any]) -> ScanRow:
     numbers = {name: inf if values[name] is None else values[name] for name in ("te", "damage")}
-    return Row(**{**values, **numbers, "site": Site(**values["site"]), "ms_saved": _measurement(values["ms_saved"])})
+    return ScanRow(
+        **{**values, **numbers, "site": Site(**values["site"]), "ms_saved": _measurement(values["ms_saved"])}
+    )
 
 
 def _measurement(values: dict[str, Any] | None) -> Measurement | None:
@@ -211,7 +213,7 @@ def scan(
     dense, macs = _macs_saved(base, offered, size, progress)
     whole, times = _ms_saved(base, size, batch, progress) if latency else (None, {})
     rows = tuple(
-        Row(
+        ScanRow(
             site=site,
             style=style,
             te=found.te[site, style],

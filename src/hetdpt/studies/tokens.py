@@ -84,7 +84,7 @@ class TokensConfig:
 
 
 @dataclass(frozen=True)
-class Case:
+class TokensCase:
     """One model, and how many tokens go."""
 
     model: str
@@ -109,7 +109,7 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Speed:
+class TokensSpeed:
     """How fast a case is, in turns with all others."""
 
     throughput: Measurement
@@ -117,12 +117,12 @@ class Speed:
     """Over the first model with all its tokens."""
 
 
-Speeds = dict[str, Speed]
+Speeds = dict[str, TokensSpeed]
 """By the key of the case."""
 
 
 @dataclass(frozen=True)
-class Row:
+class TokensRow:
     """All that was measured of a case."""
 
     model: str
@@ -130,7 +130,7 @@ class Row:
     removed: Budget
     """Layers that the model had lost before."""
     point: Point
-    speed: Speed
+    speed: TokensSpeed
 
     def to_dict(self) -> dict[str, Any]:
         """Return it flat, as plain JSON."""
@@ -150,10 +150,10 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Done:
+class TokensDone:
     """A piece of work that is done."""
 
-    case: Case | None
+    case: TokensCase | None
     """None where all cases were timed."""
     result: Point | Speeds
     is_own: bool
@@ -166,7 +166,7 @@ def tokens_into(
     data: str | Data,
     config: TokensConfig,
     place: Workplace | None = None,
-) -> Iterator[Done]:
+) -> Iterator[TokensDone]:
     """Measure each of ``models`` with all and with fewer of its tokens, and yield every result once it is on disk.
 
     Speedups are over the first model as it is. Called again it goes on where it was killed; with other models beside
@@ -178,21 +178,21 @@ def tokens_into(
     opened = data if isinstance(data, Data) else open_data(data, splits=("val",))
     bench = Bench(models, opened, config, place)
     share(directory, _asked(bench))
-    job: Job[Case | None, Point | Speeds] = _Job(directory, bench)
-    points, speeds = dict[Case, Point](), Speeds()
+    job: Job[TokensCase | None, Point | Speeds] = _TokensJob(directory, bench)
+    points, speeds = dict[TokensCase, Point](), Speeds()
     for case, result, is_own in work(directory / CLAIMS, [*bench.cases, None], job):
         if isinstance(result, Point):
             assert case is not None
             points[case] = result
         else:
             speeds = result
-        yield Done(case, result, is_own)
+        yield TokensDone(case, result, is_own)
     _write(directory, bench.rows(points, speeds))
 
 
 def measure_tokens(
     models: Mapping[str, nn.Module], data: Data | None, config: TokensConfig, place: Workplace | None = None
-) -> list[Row]:
+) -> list[TokensRow]:
     """Return what ``tokens_into`` would measure, without a directory; without ``data`` there is no accuracy."""
     bench = Bench(models, data, config, place or Workplace())
     return bench.rows({case: bench.measure(case) for case in bench.cases}, bench.time())
@@ -212,20 +212,20 @@ class Bench:
             raise MeasureError(f"{' and '.join(models)} are not all different models; give each once")
         self.data = _chosen(data, config, self.models) if data else None
         self.config, self.place = config, place
-        self.cases = [Case(name, r) for name in models for r in config.numbers]
+        self.cases = [TokensCase(name, r) for name in models for r in config.numbers]
         # all at once: they share their weights, and what cannot be is refused before anything is measured
         self.reduced = {case: self._reduced(case) for case in self.cases}
 
-    def key(self, case: Case) -> str:
+    def key(self, case: TokensCase) -> str:
         """Return its name among files and claims."""
         return f"{self.digests[case.model][:12]}-{case.r}"
 
-    def _reduced(self, case: Case) -> nn.Module:
+    def _reduced(self, case: TokensCase) -> nn.Module:
         """Return the model of ``case``, around the very weights of the one that was given."""
         model = self.models[case.model]
         return reduce_tokens_(clone(model), self.config.tokens(case.r)) if case.r else model
 
-    def measure(self, case: Case) -> Point:
+    def measure(self, case: TokensCase) -> Point:
         model, place, config = self.reduced[case], self.place, self.config
         size = input_size_of(model)
         costs = Costs.of(model, size)
@@ -251,14 +251,14 @@ class Bench:
             seconds=config.seconds,
             progress=self.place.stage("timing"),
         )
-        return {key: Speed(timed.throughput[key], timed.speedup[key]) for key in timed.throughput}
+        return {key: TokensSpeed(timed.throughput[key], timed.speedup[key]) for key in timed.throughput}
 
-    def rows(self, points: Mapping[Case, Point], speeds: Speeds) -> list[Row]:
+    def rows(self, points: Mapping[TokensCase, Point], speeds: Speeds) -> list[TokensRow]:
         found = []
         for case in self.cases:
             removed = known(self.models[case.model]).plan.budget
             measured = points[case], speeds[self.key(case)]
-            found.append(Row(case.model, self.config.tokens(case.r), removed, *measured))
+            found.append(TokensRow(case.model, self.config.tokens(case.r), removed, *measured))
         return found
 
 
@@ -327,30 +327,30 @@ def _asked(bench: Bench) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class _Job:
+class _TokensJob:
     """What a process does in one directory; where there is no case, all of them are timed."""
 
     directory: Path
     bench: Bench
 
-    def name(self, case: Case | None) -> str:
+    def name(self, case: TokensCase | None) -> str:
         return self.bench.key(case) if case else "time"
 
-    def result(self, case: Case | None) -> Point | Speeds | None:
+    def result(self, case: TokensCase | None) -> Point | Speeds | None:
         if case:
             point: Point | None = read_measured(self._file(case), Point)
             return point
         speeds: Speeds | None = read_measured(self._file(None), Speeds)
         return speeds if speeds and all(self.bench.key(case) in speeds for case in self.bench.cases) else None
 
-    def can_begin(self, case: Case | None) -> bool:
+    def can_begin(self, case: TokensCase | None) -> bool:
         """Whether nothing is measured meanwhile, where speed is."""
         return case is not None or all(self._file(case).is_file() for case in self.bench.cases)
 
     def wait(self, who: str) -> None:
         self.bench.place.wait(who)
 
-    def take(self, case: Case | None, claim: Claim) -> None:
+    def take(self, case: TokensCase | None, claim: Claim) -> None:
         """Do it, and write what came out."""
         if case:
             values = asdict(self.bench.measure(case))
@@ -359,11 +359,11 @@ class _Job:
         claim.require_held()
         keep_json(self._file(case), values)
 
-    def _file(self, case: Case | None) -> Path:
+    def _file(self, case: TokensCase | None) -> Path:
         return self.directory / POINTS / f"{self.bench.key(case)}.json" if case else self.directory / SPEED
 
 
-def _write(directory: Path, rows: list[Row]) -> None:
+def _write(directory: Path, rows: list[TokensRow]) -> None:
     values = [row.to_dict() for row in rows]
     write_json(directory / RESULTS, {"points": values})
     with written(directory / TABLE) as scratch:

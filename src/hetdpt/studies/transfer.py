@@ -100,7 +100,7 @@ class TransferConfig:
 
 
 @dataclass(frozen=True)
-class Case:
+class TransferCase:
     """A model, and the plan by which it first loses layers."""
 
     name: str
@@ -161,7 +161,7 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Row:
+class TransferRow:
     """All that is known of a case."""
 
     entry: Entry
@@ -194,10 +194,10 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Done:
+class TransferDone:
     """A case that is done."""
 
-    case: Case
+    case: TransferCase
     result: Outcome
     is_own: bool
     """Whether this process did it, now."""
@@ -210,7 +210,7 @@ def transfer_into(
     config: TransferConfig,
     plans: Mapping[str, Plan] | None = None,
     place: Workplace | None = None,
-) -> Iterator[Done]:
+) -> Iterator[TransferDone]:
     """Let each of ``models`` learn the classes of ``data``, and yield what it came to once that is on disk.
 
     The first is compared to all others, and is also taken once with each of ``plans``, whose replacements are fitted on
@@ -224,9 +224,9 @@ def transfer_into(
     cases = _cases(models, plans or {}, config)
     _require_learnable(models.values(), opened, config, place.device)  # before anything is written
     share(directory, _asked(cases[0], opened, config))
-    job: Job[Case, Outcome] = _Job(directory, opened, config, place)
+    job: Job[TransferCase, Outcome] = _TransferJob(directory, opened, config, place)
     for found in work(directory / CLAIMS, cases, job):
-        yield Done(*found)
+        yield TransferDone(*found)
     _write(directory, config.mode, cases)
 
 
@@ -263,7 +263,7 @@ def held_out(data: Data) -> Tensor:
     return found
 
 
-def _cases(models: Mapping[str, nn.Module], plans: Mapping[str, Plan], config: TransferConfig) -> list[Case]:
+def _cases(models: Mapping[str, nn.Module], plans: Mapping[str, Plan], config: TransferConfig) -> list[TransferCase]:
     """Return all there is to do, the first model first; a plan that does not fit is refused."""
     if not models:
         raise MeasureError("there is no model to transfer; give one or more, such as {'dense': model}")
@@ -271,13 +271,13 @@ def _cases(models: Mapping[str, nn.Module], plans: Mapping[str, Plan], config: T
     if len(set(digests.values())) < len(models):
         raise MeasureError(f"{' and '.join(models)} are not all different models; give each once")
     name, model = next(iter(models.items()))
-    cases = [Case(name, model, None, digests[name])]
+    cases = [TransferCase(name, model, None, digests[name])]
     for called, plan in plans.items():
         place_(clone(model), plan)
         how = json.dumps([json.loads(plan.to_json()), config.calibration if plan.fitted else 0])
         key = f"{digests[name]}-{hashlib.sha256(how.encode()).hexdigest()[:12]}"
-        cases.append(Case(f"{name}, {called}", model, plan, key))
-    cases += [Case(other, models[other], None, digests[other]) for other in list(models)[1:]]
+        cases.append(TransferCase(f"{name}, {called}", model, plan, key))
+    cases += [TransferCase(other, models[other], None, digests[other]) for other in list(models)[1:]]
     if len({case.key for case in cases}) < len(cases):
         raise MeasureError(f"{' and '.join(plans)} are not all different plans; give each once")
     return cases
@@ -303,7 +303,7 @@ def _require_learnable(models: Collection[nn.Module], data: Data, config: Transf
     next(recover(deepcopy(students[0]), None, data, config.training, device=device, evaluates=False))
 
 
-def _asked(first: Case, data: Data, config: TransferConfig) -> dict[str, Any]:
+def _asked(first: TransferCase, data: Data, config: TransferConfig) -> dict[str, Any]:
     """Return all that decides what a result is, as plain JSON; which results there are to be does not.
 
     What differs first is what a user is told, so that a part of the images comes before how many they are.
@@ -316,7 +316,7 @@ def _asked(first: Case, data: Data, config: TransferConfig) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class _Job:
+class _TransferJob:
     """What a process does in one directory, and with what."""
 
     directory: Path
@@ -324,20 +324,20 @@ class _Job:
     config: TransferConfig
     place: Workplace
 
-    def name(self, case: Case) -> str:
+    def name(self, case: TransferCase) -> str:
         return case.key
 
-    def result(self, case: Case) -> Outcome | None:
+    def result(self, case: TransferCase) -> Outcome | None:
         found: Entry | None = read_measured(self._folder(case) / RESULT, Entry)
         return found.outcome if found else None
 
-    def can_begin(self, case: Case) -> bool:
+    def can_begin(self, case: TransferCase) -> bool:
         return True
 
     def wait(self, who: str) -> None:
         self.place.wait(who)
 
-    def take(self, case: Case, claim: Claim) -> None:
+    def take(self, case: TransferCase, claim: Claim) -> None:
         """Do it, and write what came out."""
         folder = self._folder(case)
         folder.mkdir(parents=True, exist_ok=True)
@@ -349,14 +349,14 @@ class _Job:
         keep_json(folder / RESULT, asdict(entry))
         shutil.rmtree(folder / FEATURES, ignore_errors=True)
 
-    def _folder(self, case: Case) -> Path:
+    def _folder(self, case: TransferCase) -> Path:
         return self.directory / MODELS / case.key
 
     @cached_property
     def _device(self) -> torch.device:
         return find_device(self.place.device)
 
-    def _begin(self, case: Case) -> nn.Module:
+    def _begin(self, case: TransferCase) -> nn.Module:
         """Return the model that a case begins with, on the device; replacements are fitted once, and then loaded."""
         plan, start = case.plan, self._folder(case) / START
         if plan is not None and plan.fitted and (start / RECIPE).is_file():
@@ -370,7 +370,7 @@ class _Job:
             save(deepcopy(model).cpu(), start, overwrite=True)
         return model
 
-    def _probe(self, case: Case, model: nn.Module, claim: Claim) -> Outcome:
+    def _probe(self, case: TransferCase, model: nn.Module, claim: Claim) -> Outcome:
         """Fit a probe to the features of the training images, and save the model with it as its head."""
         model = merge_(model)
         train, val = (self._features(case, split, model, claim) for split in ("train", "val"))
@@ -389,7 +389,7 @@ class _Job:
             strength=probe.strength,
         )
 
-    def _features(self, case: Case, split: str, model: nn.Module, claim: Claim) -> Features:
+    def _features(self, case: TransferCase, split: str, model: nn.Module, claim: Claim) -> Features:
         return take_features(
             self._folder(case) / FEATURES,
             split,
@@ -407,7 +407,7 @@ class _Job:
         assert not isinstance(images, Stream)
         return images
 
-    def _keep(self, case: Case, model: nn.Module, probe: LinearProbe, claim: Claim) -> None:
+    def _keep(self, case: TransferCase, model: nn.Module, probe: LinearProbe, claim: Claim) -> None:
         """Save ``model`` with the probe as its head; nothing where it can have none."""
         heads = heads_in(model)
         try:
@@ -417,7 +417,7 @@ class _Job:
         claim.require_held()
         save(made, self._folder(case) / PROBED, overwrite=True)
 
-    def _finetune(self, case: Case, model: nn.Module, claim: Claim) -> Outcome:
+    def _finetune(self, case: TransferCase, model: nn.Module, claim: Claim) -> Outcome:
         """Train all weights with a fresh head, and measure the model of the last epoch."""
         heads, seed, place = heads_in(model), self.config.seed, self.place
         student, folder = with_head_(model, self.data.num_classes, heads, seed), self._folder(case) / TRAINING
@@ -480,7 +480,7 @@ class _Job:
         )
 
 
-def _entry(case: Case, outcome: Outcome) -> Entry:
+def _entry(case: TransferCase, outcome: Outcome) -> Entry:
     """Return what is to be written; a plan may name layers that the model has lost already."""
     record = record_of(case.model)
     before, own = record.plan if record else Plan(), case.plan or Plan()
@@ -488,7 +488,7 @@ def _entry(case: Case, outcome: Outcome) -> Entry:
     return Entry(case.name, Budget(attention, activation), spell(own.removal) if case.plan else None, outcome)
 
 
-def _write(directory: Path, mode: str, cases: list[Case]) -> None:
+def _write(directory: Path, mode: str, cases: list[TransferCase]) -> None:
     """Write all that is done, again if there is more by then: others write it too."""
     found: dict[str, Entry] = {}
     while (now := _entries(directory)) != found:
@@ -504,15 +504,15 @@ def _entries(directory: Path) -> dict[str, Entry]:
     return {file.parent.name: read_measured(file, Entry) for file in (directory / MODELS).glob(f"*/{RESULT}")}
 
 
-def _rows(directory: Path, cases: list[Case], found: Mapping[str, Entry]) -> list[Row]:
+def _rows(directory: Path, cases: list[TransferCase], found: Mapping[str, Entry]) -> list[TransferRow]:
     """Return a row for each that is done: ``cases`` as they are called now, then the others by name."""
     asked = {case.key: replace(found[case.key], name=case.name) for case in cases}
     others = sorted((entry.name, key) for key, entry in found.items() if key not in asked)
-    first, rows = cases[0].key, list[Row]()
+    first, rows = cases[0].key, list[TransferRow]()
     for key, entry in {**asked, **{key: found[key] for _, key in others}}.items():
         pair = entry.outcome.answers, found[first].outcome.answers
         difference = difference_of([pair]) if key != first else None
         places = (f"{MODELS}/{key}/{place}" for place in (PROBED, f"{TRAINING}/{LAST}"))
         saved = next((place for place in places if (directory / place / RECIPE).is_file()), None)
-        rows.append(Row(entry, difference, saved))
+        rows.append(TransferRow(entry, difference, saved))
     return rows

@@ -112,7 +112,7 @@ def _ways_back(ends: Iterable[Node | None], stops: Iterable[Node | None]) -> tup
 
 
 @dataclass(frozen=True)
-class Cut:
+class CutPoint:
     """A moment of a pass: which modules had finished, the outermost ones, and whose answers are read afterwards."""
 
     moment: int
@@ -120,7 +120,7 @@ class Cut:
     read: frozenset[str]
 
 
-class Course:
+class ModuleTimeline:
     """When each module of a model ran, and what the probe was computed from, as autograd saw it in one pass."""
 
     def __init__(self, model: nn.Module, probe: Probe, images: Tensor) -> None:
@@ -160,7 +160,7 @@ class Course:
             else:
                 self.makers[answer.grad_fn].add(path)
 
-    def cut_before(self, paths: Iterable[str]) -> Cut:
+    def cut_before(self, paths: Iterable[str]) -> CutPoint:
         """Return the moment at which the first of the modules at ``paths`` starts.
 
         Whatever finished before it cannot depend on it. A module that runs twice is none of the finished ones.
@@ -171,7 +171,7 @@ class Course:
         nodes = {node for node, makers in self.makers.items() if not makers.isdisjoint(finished)}
         met, _ = _ways_back([self.end, *(node for time, node in self.given if time >= moment)], nodes)
         read = {path for node in met for path in self.makers[node]} | self.unseen
-        return Cut(moment, finished, finished & read)
+        return CutPoint(moment, finished, finished & read)
 
     def _start(self, path: str) -> int:
         """Return when the module at ``path`` starts; where it never runs, the one around it, which may read it."""
@@ -229,7 +229,7 @@ class Scan(Generic[K]):
         self.model, self.probe = clone(model), probe
         self.kept: dict[str, Any] = {}
         self.variants = {key: clone(variant) for key, variant in variants.items()}
-        self.recalled: dict[K, Cut] = {}
+        self.recalled: dict[K, CutPoint] = {}
         self.is_kept: dict[str, bool] = {}
         """Modules whose answers are kept: whole, or their shapes alone."""
         sample = images[-1:]
@@ -260,17 +260,17 @@ class Scan(Generic[K]):
         finally:
             self.kept.clear()
 
-    def _cuts(self, sample: Tensor) -> dict[K, Cut]:
+    def _cuts(self, sample: Tensor) -> dict[K, CutPoint]:
         """Return where each variant starts to differ; nothing for a model that cannot run under autograd."""
         before = _members(self.model)  # as it is before it runs, like the variants
         try:
-            course = Course(self.model, self.probe, sample)
+            course = ModuleTimeline(self.model, self.probe, sample)
         except RuntimeError:  # views changed in place, say
             return {}
         changed = {key: _changed(before, _members(variant)) for key, variant in self.variants.items()}
         return {key: course.cut_before(paths) for key, paths in changed.items() if paths}
 
-    def _keep(self, cuts: Iterable[Cut]) -> None:
+    def _keep(self, cuts: Iterable[CutPoint]) -> None:
         cuts = list(cuts)
         read = frozenset[str]().union(*(cut.read for cut in cuts))
         self.is_kept = {path: path in read for cut in cuts for path in cut.finished}
@@ -280,7 +280,7 @@ class Scan(Generic[K]):
         if path in self.is_kept:
             self.kept[path] = tree_map_only(Tensor, torch.clone if self.is_kept[path] else _blank, output)
 
-    def _affordable(self, cuts: Iterable[Cut], memory: int) -> list[Cut]:
+    def _affordable(self, cuts: Iterable[CutPoint], memory: int) -> list[CutPoint]:
         """Return every cut or every second, third, ... one, so that what they keep of an image fits in ``memory``."""
         found = sorted({cut.moment: cut for cut in cuts}.values(), key=lambda cut: cut.moment)
         for stride in range(1, len(found) + 1):
@@ -289,7 +289,7 @@ class Scan(Generic[K]):
                 return found[::stride]
         return []
 
-    def _holds(self, cut: Cut, trial: nn.Module, sample: Tensor, whole: Tensor) -> bool:
+    def _holds(self, cut: CutPoint, trial: nn.Module, sample: Tensor, whole: Tensor) -> bool:
         """Whether the model answers ``whole``, bit by bit, if it recalls what finished before ``cut``.
 
         What is recalled must not have run on ``sample`` in ``trial``, or a module that keeps something of its last
@@ -304,7 +304,7 @@ class Scan(Generic[K]):
         finally:
             _put(trial, modules)
 
-    def _recalls(self, model: nn.Module, cut: Cut) -> dict[str, nn.Module]:
+    def _recalls(self, model: nn.Module, cut: CutPoint) -> dict[str, nn.Module]:
         return {path: Recall(model.get_submodule(path), self.kept, path, path in cut.read) for path in cut.finished}
 
 

@@ -56,7 +56,7 @@ class BoxView:
     scales: tuple[float, float] = SCALES
 
     def __call__(self, image: Image.Image, target: Objects) -> tuple[Tensor, Target]:
-        seen = _Seen.of(in_mode(image, mode_of(self.preprocessing)), target)
+        seen = _PlacedImage.of(in_mode(image, mode_of(self.preprocessing)), target)
         scale = min(self.size[0] / image.height, self.size[1] / image.width)
         if self.is_training:
             seen = seen.flipped() if torch.rand(()) < 0.5 else seen
@@ -68,7 +68,7 @@ class BoxView:
 
 
 @dataclass(frozen=True)
-class _Seen:
+class _PlacedImage:
     """An image on its way to the canvas, and the boxes in it that are learned from."""
 
     image: Image.Image
@@ -77,7 +77,7 @@ class _Seen:
     labels: Tensor
 
     @classmethod
-    def of(cls, image: Image.Image, objects: Objects) -> _Seen:
+    def of(cls, image: Image.Image, objects: Objects) -> _PlacedImage:
         from torchvision.transforms.v2 import functional as F
         from torchvision.tv_tensors import BoundingBoxes
 
@@ -89,20 +89,20 @@ class _Seen:
         )
         return cls(image, F.clamp_bounding_boxes(found), torch.from_numpy(objects.labels[single]))
 
-    def flipped(self) -> _Seen:
+    def flipped(self) -> _PlacedImage:
         from torchvision.transforms.v2 import functional as F
 
-        return _Seen(F.horizontal_flip(self.image), F.horizontal_flip(self.boxes), self.labels)
+        return _PlacedImage(F.horizontal_flip(self.image), F.horizontal_flip(self.boxes), self.labels)
 
-    def scaled(self, scale: float, interpolation: str) -> _Seen:
+    def scaled(self, scale: float, interpolation: str) -> _PlacedImage:
         from torchvision.transforms import InterpolationMode
         from torchvision.transforms.v2 import functional as F
 
         size = [max(1, round(scale * side)) for side in (self.image.height, self.image.width)]
         image = F.resize(self.image, size, InterpolationMode(interpolation))
-        return _Seen(image, F.resize(self.boxes, size), self.labels)
+        return _PlacedImage(image, F.resize(self.boxes, size), self.labels)
 
-    def cropped(self, canvas: tuple[int, int]) -> _Seen:
+    def cropped(self, canvas: tuple[int, int]) -> _PlacedImage:
         """Return a part as large as the canvas, where the image is larger; chance decides which."""
         from torchvision.transforms.v2 import functional as F
 
@@ -110,7 +110,7 @@ class _Seen:
         room = self.image.height - height, self.image.width - width
         top, left = (int(torch.randint(side + 1, ())) if side else 0 for side in room)
         where = (top, left, height, width)
-        return _Seen(F.crop(self.image, *where), F.crop(self.boxes, *where), self.labels)
+        return _PlacedImage(F.crop(self.image, *where), F.crop(self.boxes, *where), self.labels)
 
     def on_canvas(self, canvas: tuple[int, int], preprocessing: Preprocessing) -> tuple[Tensor, dict[str, Tensor]]:
         from torchvision.transforms.v2 import functional as F

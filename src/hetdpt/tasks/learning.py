@@ -20,7 +20,7 @@ from hetdpt.store.settings import changed
 from hetdpt.surgery.calibrate import calibrate_
 from hetdpt.surgery.remove import merge_, prune_
 from hetdpt.tasks.backbone import Backbone
-from hetdpt.tasks.model import Scores, TaskModel
+from hetdpt.tasks.model import TaskModel, TaskScores
 from hetdpt.tasks.table import task_called
 from hetdpt.training.config import TrainConfig
 from hetdpt.training.objective import OwnLoss
@@ -87,7 +87,7 @@ class Learned:
 
     epoch: Epoch
     """Its score (``last``, ``best``) is mAP or mIoU in percent."""
-    scores: Scores
+    scores: TaskScores
     """All scores of ``last``."""
 
     def record(self) -> dict[str, Any]:
@@ -149,7 +149,7 @@ def learn(
         workers=workers,
     )
     validation = _evaluation(model, data, config.training.batch_size, accelerator, workers)
-    found: list[Scores] = []
+    found: list[TaskScores] = []
 
     def evaluate(student: nn.Module) -> float:
         found.append(task_called(model.task).measure(student, validation, data.val))
@@ -180,7 +180,7 @@ def score(
     device: str | None = None,
     workers: int = 0,
     progress: Callable[[int, int], None] | None = None,
-) -> Scores:
+) -> TaskScores:
     """Return the scores of ``model`` on the validation images of ``data``."""
     if data.val is None:
         raise DataError("scores are of the split val; open the data with it")

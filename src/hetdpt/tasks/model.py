@@ -14,7 +14,7 @@ from hetdpt.tasks.backbone import Backbone
 One = TypeVar("One")
 
 
-class Scores(Protocol):
+class TaskScores(Protocol):
     """What a model of a task is worth; a frozen dataclass of plain numbers."""
 
     @property

@@ -13,14 +13,14 @@ from hetdpt.tasks.average_precision import measure_detection
 from hetdpt.tasks.boxes import BoxView, open_boxes
 from hetdpt.tasks.detector import Detector, DetectorConfig
 from hetdpt.tasks.masks import MaskView, open_masks
-from hetdpt.tasks.model import Scores, TaskModel
+from hetdpt.tasks.model import TaskModel, TaskScores
 from hetdpt.tasks.overlap import measure_segmentation
 from hetdpt.tasks.segmenter import Segmenter, SegmenterConfig
 from hetdpt.training.config import TrainConfig
 
 
 @dataclass(frozen=True)
-class Task:
+class TaskType:
     """One task."""
 
     metric: str
@@ -32,7 +32,7 @@ class Task:
     """Opens data by its name."""
     view: Callable[[tuple[int, int], Preprocessing, bool], Prepare]
     """From a canvas, a backbone's wishes and whether it is for training to what makes views."""
-    measure: Callable[..., Scores]
+    measure: Callable[..., TaskScores]
     training: TrainConfig
     """The paper's settings, and its framework's where it does not say."""
     size: tuple[int, int]
@@ -41,7 +41,7 @@ class Task:
 
 _PLAIN: dict[str, Any] = {"mixup": 0.0, "cutmix": 0.0, "smoothing": 0.0, "ema_decay": 0.0, "warmup_epochs": 0.0}
 TASKS = {
-    Detector.task: Task(
+    Detector.task: TaskType(
         "mAP",
         Detector,
         DetectorConfig,
@@ -63,7 +63,7 @@ TASKS = {
         ),
         (800, 800),
     ),
-    Segmenter.task: Task(
+    Segmenter.task: TaskType(
         "mIoU",
         Segmenter,
         SegmenterConfig,
@@ -87,7 +87,7 @@ TASKS = {
 }
 
 
-def task_called(name: str) -> Task:
+def task_called(name: str) -> TaskType:
     """Return the row called ``name``.
 
     >>> task_called("detection").metric

@@ -43,14 +43,14 @@ Evaluate = Callable[[nn.Module], float]
 """Gives the score of a model in percent: an accuracy, or what else its task is measured by."""
 
 
-class Batch(Protocol):
+class TrainingBatch(Protocol):
     """What one forward pass is given."""
 
     @property
     def unreadable(self) -> tuple[str, ...]:
         """The files that could not be read for it."""
 
-    def to(self, device: torch.device) -> Batch:
+    def to(self, device: torch.device) -> TrainingBatch:
         """Return the batch on ``device``."""
 
 
@@ -295,7 +295,7 @@ class Trainer:
                 self._keep()
                 begun += time.perf_counter() - started  # writing is not training
 
-    def update(self, batches: list[Batch]) -> None:
+    def update(self, batches: list[TrainingBatch]) -> None:
         """Change the weights once, by the mean gradient of ``batches``."""
         module, update = self.objective.module, self._updates_done
         module.train()
@@ -336,7 +336,7 @@ class Trainer:
         if self.companion is not None:
             self.companion.before_update(self._updates_done, self.config.epochs * self.steps)
 
-    def _loss(self, batch: Batch, draw: int) -> Tensor:
+    def _loss(self, batch: TrainingBatch, draw: int) -> Tensor:
         device = self.accelerator.device
         with seeded(self.config.seed, self.accelerator.process_index, draw, device=device), self.accelerator.autocast():
             return self.objective(batch.to(device))

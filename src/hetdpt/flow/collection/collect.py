@@ -16,8 +16,8 @@ from hetdpt.core.modules import find_device
 from hetdpt.core.plan import Budget, Kind
 from hetdpt.data.sources import Data, open_data
 from hetdpt.export.saved import load
-from hetdpt.flow.collection.tree import DENSE, Node, in_turn, tree_of
-from hetdpt.flow.collection.work import RECHECK, SAMPLES, Done, Job, Workplace
+from hetdpt.flow.collection.tree import DENSE, SampleNode, in_turn, tree_of
+from hetdpt.flow.collection.work import RECHECK, SAMPLES, CollectionJob, SampleDone, Workplace
 from hetdpt.measurement.prices import Prices
 from hetdpt.selection.predictor.polynomial import FEWEST, Row
 from hetdpt.selection.predictor.rows import read_rows, samples_file
@@ -41,7 +41,7 @@ def collect_into(
     chain: Chain | None = None,
     prices: Prices | None = None,
     layers: int = 0,
-) -> Iterator[Done]:
+) -> Iterator[SampleDone]:
     """Sample how the accuracy of ``model`` depends on the layers it loses, and yield every step once it is on disk.
 
     Called again it goes on where it was killed, and with more rounds where it ended. Called by several processes, with
@@ -63,7 +63,7 @@ def collect_into(
         _require_enough(chains, config)
     share(directory, _asked(model, opened, config, place, blocks))
     tree = tree_of(chains)
-    job = Job(directory, SAMPLES, model.to(find_device(place.device)), opened, config, place, tree, prices)
+    job = CollectionJob(directory, SAMPLES, model.to(find_device(place.device)), opened, config, place, tree, prices)
     wanted = [n for n in tree.values() if chain is None or n.kinds == chains[chain][: len(n.kinds)]]
     yield from job.work(wanted)
 
@@ -75,7 +75,7 @@ def recheck_into(
     place: Workplace | None = None,
     *,
     epochs: int | None = None,
-) -> Iterator[Done]:
+) -> Iterator[SampleDone]:
     """Measure ``budgets`` again, each by a longer fine-tuning from the dense model, and yield every one once on disk.
 
     ``directory`` is one of ``collect_into``; its model and settings are used. ``epochs`` are three times as many as
@@ -90,14 +90,14 @@ def recheck_into(
     epochs = epochs or LONGER * config.recovery.training.epochs
     place.require_alone(config.recovery.training.precision, ALONE)
     longer = replace(config, recovery=config.recovery.with_settings({"training.epochs": epochs}), fine_tunes=True)
-    root = Node(DENSE, None, (), ())
+    root = SampleNode(DENSE, None, (), ())
     nodes = {DENSE: root}
     for budget in budgets:
         kinds = in_turn(budget)
         key = f"{budget.attention}-{budget.activation}-epochs-{epochs}"
-        nodes[key] = Node(key, DENSE, kinds, kinds)
+        nodes[key] = SampleNode(key, DENSE, kinds, kinds)
     model = load(directory / DENSE).to(find_device(place.device))
-    job = Job(directory, RECHECK, model, opened, longer, place, nodes)
+    job = CollectionJob(directory, RECHECK, model, opened, longer, place, nodes)
     yield from job.work([node for node in nodes.values() if node is not root])
 
 

@@ -13,7 +13,7 @@ LETTERS = {"attention": "a", "activation": "g"}  # as in the paper's m^a and m^g
 
 
 @dataclass(frozen=True)
-class Node:
+class SampleNode:
     """A step of the tree, taken or not."""
 
     key: str
@@ -30,18 +30,18 @@ class Node:
         return chain_of(self.kinds)
 
 
-def tree_of(chains: dict[Chain, tuple[Kind, ...]]) -> dict[str, Node]:
+def tree_of(chains: dict[Chain, tuple[Kind, ...]]) -> dict[str, SampleNode]:
     """Return the steps of ``chains`` by their keys, each after the one it begins from.
 
     >>> list(tree_of({"attention": ("attention",) * 2, "interleaved": ("attention", "activation")}))
     ['dense', 'a', 'aa', 'ag']
     """
-    nodes = {DENSE: Node(DENSE, None, (), ())}
+    nodes = {DENSE: SampleNode(DENSE, None, (), ())}
     for kinds in chains.values():
         parent = DENSE
         for count in range(1, len(kinds) + 1):
             key = "".join(LETTERS[kind] for kind in kinds[:count])
-            nodes.setdefault(key, Node(key, parent, kinds[:count], kinds[count - 1 : count]))
+            nodes.setdefault(key, SampleNode(key, parent, kinds[:count], kinds[count - 1 : count]))
             parent = key
     return nodes
 

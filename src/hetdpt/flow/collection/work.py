@@ -21,13 +21,13 @@ from hetdpt.core.plan import Site
 from hetdpt.data.sources import Data
 from hetdpt.data.unlabelled import ImageBatches
 from hetdpt.export.saved import RECIPE, load, save
-from hetdpt.flow.collection.tree import DENSE, LETTERS, Node, chain_of
+from hetdpt.flow.collection.tree import DENSE, LETTERS, SampleNode, chain_of
 from hetdpt.measurement.accuracy import evaluate
 from hetdpt.measurement.prices import PRICES_FILE, Prices
 from hetdpt.measurement.speed import measure_throughput
 from hetdpt.selection.predictor.pricing import measure_prices
 from hetdpt.selection.predictor.rows import SAMPLES_FILE, write_rows
-from hetdpt.selection.predictor.samples import CHAINS, CollectConfig, Pick, Step, fine_tune, prune_next
+from hetdpt.selection.predictor.samples import CHAINS, CollectConfig, EntropyPick, SampleStep, fine_tune, prune_next
 from hetdpt.store.atomic import keep_json, kept, sealed, written
 from hetdpt.store.checkpoints import CHECKPOINTS, Checkpoints
 from hetdpt.store.metrics import EPOCH, METRICS, Metrics
@@ -44,11 +44,11 @@ StageProgress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
-class Done:
+class SampleDone:
     """A step that is done."""
 
-    node: Node
-    step: Step
+    node: SampleNode
+    step: SampleStep
     is_own: bool
     """Whether this process took it, now."""
 
@@ -88,7 +88,7 @@ class Workplace:
 
 
 @dataclass(frozen=True)
-class Job:
+class CollectionJob:
     """What there is to do in one directory, and with what."""
 
     directory: Path
@@ -98,23 +98,23 @@ class Job:
     data: Data
     config: CollectConfig
     place: Workplace
-    tree: dict[str, Node]
+    tree: dict[str, SampleNode]
     prices: Prices | None = None
     """Of the layers, where they are known already."""
 
-    def work(self, wanted: Iterable[Node]) -> Iterator[Done]:
+    def work(self, wanted: Iterable[SampleNode]) -> Iterator[SampleDone]:
         """Take the steps of ``wanted`` that nobody works on, one after another, until all are done."""
         for found in work(self.directory / CLAIMS, wanted, self):
-            yield Done(*found)
+            yield SampleDone(*found)
         self._tidy()  # also what a kill after the last step has left
 
-    def result(self, node: Node) -> Step | None:
+    def result(self, node: SampleNode) -> SampleStep | None:
         """Return what ``node`` came to if it is done."""
         file = self._file(node)
         is_done = file.is_file() and (node.parent is not None or (self.directory / PRICES_FILE).is_file())
         return _read_step(file) if is_done else None
 
-    def can_begin(self, node: Node) -> bool:
+    def can_begin(self, node: SampleNode) -> bool:
         if node.parent is None:
             return True
         return self._has_dense if node.parent == DENSE else self.result(self.tree[node.parent]) is not None
@@ -122,23 +122,23 @@ class Job:
     def wait(self, who: str) -> None:
         self.place.wait(who)
 
-    def take(self, node: Node, claim: Claim) -> None:
+    def take(self, node: SampleNode, claim: Claim) -> None:
         """Do what ``node`` is about, and write what it came to."""
         begun = time.monotonic()
         self._clear(node)
         if node.parent is None:
             accuracy = self._begin()
-            step = Step(node.kinds, (), accuracy, accuracy, time.monotonic() - begun)
+            step = SampleStep(node.kinds, (), accuracy, accuracy, time.monotonic() - begun)
         else:
             picks = self._prune(node)
             student, accuracies = self._fine_tune(node, claim)
             speedup = self._keep(node, student)
-            step = Step(node.kinds, picks, accuracies[0], accuracies[-1], time.monotonic() - begun, speedup)
+            step = SampleStep(node.kinds, picks, accuracies[0], accuracies[-1], time.monotonic() - begun, speedup)
         claim.require_held()
         keep_json(self._file(node), step.to_dict())
         self._tidy()
 
-    def _clear(self, node: Node) -> None:
+    def _clear(self, node: SampleNode) -> None:
         """Remove what a kill has left half written."""
         where, pattern = (self._folder(node), ".*") if node.parent else (self.directory, f".{DENSE}.*")
         for scratch in where.glob(pattern):
@@ -156,11 +156,11 @@ class Job:
             save(deepcopy(self.model).cpu(), self.directory / DENSE)
         return evaluate(self.model, self.data, workers=place.workers, progress=place.stage("evaluating")).top1
 
-    def _prune(self, node: Node) -> tuple[Pick, ...]:
+    def _prune(self, node: SampleNode) -> tuple[EntropyPick, ...]:
         """Save the model that ``node`` begins with, unless it is there, and return the layers it has lost."""
         start = self._folder(node) / START
         if not (start / PICKS).is_file():
-            student, picks = self._model_after(node.parent), list[Pick]()
+            student, picks = self._model_after(node.parent), list[EntropyPick]()
             for number, kind in enumerate(node.new, 1):
                 progress = self.place.stage(f"{node.key}: choosing {kind} {number}/{len(node.new)}")
                 student, pick = prune_next(student, kind, self._images, self.config.removal, progress)
@@ -175,7 +175,7 @@ class Job:
         assert found is not None
         return found
 
-    def _fine_tune(self, node: Node, claim: Claim) -> tuple[nn.Module, list[float]]:
+    def _fine_tune(self, node: SampleNode, claim: Claim) -> tuple[nn.Module, list[float]]:
         """Train the model that ``node`` begins with, and return it with its accuracies."""
         folder, place = self._folder(node), self.place
         student = load(folder / START).to(self._device)
@@ -195,7 +195,7 @@ class Job:
             metrics.write(EPOCH, update=number, number=number, accuracy=accuracy)
         return student, [line["accuracy"] for line in metrics.read(EPOCH)]
 
-    def _keep(self, node: Node, student: nn.Module) -> float | None:
+    def _keep(self, node: SampleNode, student: nn.Module) -> float | None:
         """Save what a step came to, for those after it; of a split that is measured again, return the speedup."""
         if self.results == SAMPLES:
             save(student.cpu(), self._folder(node) / LAST, overwrite=True)
@@ -243,13 +243,13 @@ class Job:
             raise FileError(f"the model of the step {key} is gone; remove {self._file(node)} to take that step again")
         return load(model).to(self._device)
 
-    def name(self, node: Node) -> str:
+    def name(self, node: SampleNode) -> str:
         return f"{self.results}-{node.key}"
 
-    def _folder(self, node: Node) -> Path:
+    def _folder(self, node: SampleNode) -> Path:
         return self.directory / STEPS / self.name(node)
 
-    def _file(self, node: Node) -> Path:
+    def _file(self, node: SampleNode) -> Path:
         return self.directory / self.results / f"{node.key}.json"
 
 
@@ -271,12 +271,12 @@ class Claimed:
         self.checkpoints.keep(state)
 
 
-def _picks(values: dict[str, Any]) -> tuple[Pick, ...]:
-    return tuple(Pick.from_dict(pick) for pick in values["picks"])
+def _picks(values: dict[str, Any]) -> tuple[EntropyPick, ...]:
+    return tuple(EntropyPick.from_dict(pick) for pick in values["picks"])
 
 
-def _read_step(file: Path) -> Step:
-    step = kept(file, "remove it to take that step again", Step.from_dict)
+def _read_step(file: Path) -> SampleStep:
+    step = kept(file, "remove it to take that step again", SampleStep.from_dict)
     if step is None:
         raise FileError(f"{file} is missing; the same command again takes that step")
     return step

@@ -32,11 +32,11 @@ from hetdpt.core.plan import Budget, Plan
 from hetdpt.data.held_out import hold_out
 from hetdpt.data.sources import Data, open_data
 from hetdpt.flow.collection.collect import collect_into
-from hetdpt.flow.collection.work import Done as Sampled
+from hetdpt.flow.collection.work import SampleDone as Sampled
 from hetdpt.flow.collection.work import Workplace
-from hetdpt.flow.comparison.rows import RESULTS, Comparison, Dense, summarise
-from hetdpt.flow.comparison.rows import Row as Compared
-from hetdpt.flow.comparison.work import Cell, Done, Job, plan_key
+from hetdpt.flow.comparison.rows import RESULTS, DenseModel, MethodComparison, summarise
+from hetdpt.flow.comparison.rows import ComparisonRow as Compared
+from hetdpt.flow.comparison.work import Cell, ComparisonDone, ComparisonJob, plan_key
 from hetdpt.report.comparison import draw, write_csv
 from hetdpt.selection.methods import METHODS, method_called
 from hetdpt.selection.predictor.polynomial import Row
@@ -109,12 +109,12 @@ def compare_into(
     place: Workplace | None = None,
     *,
     samples: Sequence[Row] | None = None,
-) -> Iterator[Done | Sampled]:
+) -> Iterator[ComparisonDone | Sampled]:
     """Let every method choose layers of ``model``, fine-tune all of them alike, and yield every task once on disk.
 
     Called again it goes on where it was killed; with more layers, methods or seeds it adds to what is there. Called by
     several processes, with one ``directory`` that all of them see, each takes the next task that nobody works on.
-    Methods that come to the same layers share one fine-tuning. What it all came to is ``Comparison.read(directory)``.
+    Methods that choose the same layers share one fine-tuning. ``MethodComparison.read(directory)`` returns the results.
 
     ``samples`` of accuracy decide how the predictor splits budgets. Without them they are collected first, measured on
     a part of the training images that is held out, so that the validation images decide nothing.
@@ -140,13 +140,13 @@ def compare_into(
             sampled.append(step.step.sample)
             yield step
     splits = split_layers(dense, sampled, config.layers, config.selection.removal) if is_split else {}
-    job = Job(directory, dense, opened, config.selection, config.recovery, place, cells, splits)
+    job = ComparisonJob(directory, dense, opened, config.selection, config.recovery, place, cells, splits)
     yield from job.work()
     notes = [*_missing(config, offered), *([GIVEN] if is_split and samples is not None else ())]
     _write(directory, _compared(job, notes))
 
 
-def _write(directory: Path, found: Comparison) -> None:
+def _write(directory: Path, found: MethodComparison) -> None:
     write_json(directory / RESULTS, found.to_dict())
     with written(directory / TABLE) as scratch:
         write_csv(found, scratch)
@@ -200,7 +200,7 @@ def _missing(config: CompareConfig, offered: Budget) -> Iterator[str]:
                 yield f"{method} has no row for {layers} layers: this model has {most} {only} layers that can go"
 
 
-def _compared(job: Job, notes: Sequence[str]) -> Comparison:
+def _compared(job: ComparisonJob, notes: Sequence[str]) -> MethodComparison:
     """Return what all that is done in the directory comes to, also what was asked for at other times."""
     dense, timed = job.trained(None), job.timed()
     assert dense is not None
@@ -215,7 +215,7 @@ def _compared(job: Job, notes: Sequence[str]) -> Comparison:
         rows.append(Compared(cell.layers, cell.method, cell.seed, chosen.plan, *numbers, timed.plans[key]))
         answers.append(trained.right)
         warnings += [f"the split of {cell.layers} layers: {warning}" for warning in chosen.warnings]
-    whole = Dense(dense.accuracy, dense.images, timed.macs, timed.params, timed.throughput)
+    whole = DenseModel(dense.accuracy, dense.images, timed.macs, timed.params, timed.throughput)
     first = min((row.method for row in rows), key=order.index)
     summaries = summarise(rows, answers, whole, first)
-    return Comparison(first, timed.measured, whole, tuple(rows), summaries, tuple(dict.fromkeys(warnings)))
+    return MethodComparison(first, timed.measured, whole, tuple(rows), summaries, tuple(dict.fromkeys(warnings)))

@@ -21,7 +21,7 @@ RIGHT, WRONG, UNREAD = "1", "0", "-"
 
 
 @dataclass(frozen=True)
-class Speed:
+class PlanSpeed:
     """What the merged model costs beside the dense one."""
 
     speedup: float
@@ -37,7 +37,7 @@ class Speed:
 
 
 @dataclass(frozen=True)
-class Row:
+class ComparisonRow:
     """What one method came to, for one number of layers and one seed."""
 
     layers: int
@@ -50,14 +50,14 @@ class Row:
     """And of the merged model after its last epoch."""
     seconds: float
     """That the choice took, since the last restart; to sample accuracy for its split comes on top."""
-    speed: Speed
+    speed: PlanSpeed
 
     @property
     def split(self) -> str:
         """As attention+activation.
 
-        >>> speed = Speed(1.2, 1.1, 1.3, 10, 10)
-        >>> Row(3, "hetdpt", 0, Plan(attention=(1,), activation=(0, 2)), 70.0, 75.0, 1.5, speed).split
+        >>> speed = PlanSpeed(1.2, 1.1, 1.3, 10, 10)
+        >>> ComparisonRow(3, "hetdpt", 0, Plan(attention=(1,), activation=(0, 2)), 70.0, 75.0, 1.5, speed).split
         '1+2'
         """
         return _split(self.plan)
@@ -68,7 +68,7 @@ def _split(plan: Plan) -> str:
 
 
 @dataclass(frozen=True)
-class Dense:
+class DenseModel:
     """The model that nothing was taken from."""
 
     accuracy: float
@@ -91,7 +91,7 @@ class Difference:
 
 
 @dataclass(frozen=True)
-class Summary:
+class MethodSummary:
     """What one method came to for one number of layers, over all seeds."""
 
     layers: int
@@ -129,23 +129,23 @@ class Summary:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class MethodComparison:
     """All that was compared in one directory."""
 
     first: str
     """The method that the others are compared to."""
     measured: str
     """Where and how speed was: device, dtype and batch."""
-    dense: Dense
-    rows: tuple[Row, ...]
-    summaries: tuple[Summary, ...]
+    dense: DenseModel
+    rows: tuple[ComparisonRow, ...]
+    summaries: tuple[MethodSummary, ...]
     warnings: tuple[str, ...]
 
     @property
     def methods(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(summary.method for summary in self.summaries))
 
-    def of(self, method: str) -> list[Summary]:
+    def of(self, method: str) -> list[MethodSummary]:
         """Return what ``method`` came to, fewer layers first."""
         return [summary for summary in self.summaries if summary.method == method]
 
@@ -159,7 +159,7 @@ class Comparison:
         return values
 
     @classmethod
-    def read(cls, directory: Path) -> Comparison:
+    def read(cls, directory: Path) -> MethodComparison:
         """Return what is written in a directory of ``hetdpt compare``; ``FileError`` if there is none."""
         file = directory / RESULTS
         try:
@@ -168,45 +168,47 @@ class Comparison:
             raise FileError(f"{file} cannot be read ({first_line(error)}); run hetdpt compare again") from None
 
     @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Comparison:
+    def from_dict(cls, values: dict[str, Any]) -> MethodComparison:
         """Return what ``to_dict`` made ``values`` of."""
         return cls(
             values["first"],
             values["measured"],
-            Dense(**values["dense"]),
+            DenseModel(**values["dense"]),
             tuple(_row(row) for row in values["rows"]),
             tuple(_summary(summary) for summary in values["summaries"]),
             tuple(values["warnings"]),
         )
 
 
-def _row(values: dict[str, Any]) -> Row:
+def _row(values: dict[str, Any]) -> ComparisonRow:
     known = {name: value for name, value in values.items() if name != "split"}
-    return Row(**{**known, "plan": Plan.from_dict(values["plan"]), "speed": Speed(**values["speed"])})
+    return ComparisonRow(**{**known, "plan": Plan.from_dict(values["plan"]), "speed": PlanSpeed(**values["speed"])})
 
 
-def _summary(values: dict[str, Any]) -> Summary:
+def _summary(values: dict[str, Any]) -> MethodSummary:
     known = {name: value for name, value in values.items() if name not in DERIVED}
     lists = {name: tuple(values[name]) for name in ("seeds", "accuracies")}
     plans = tuple(map(Plan.from_dict, values["plans"]))
     difference = Difference(**values["difference"]) if values["difference"] else None
-    return Summary(**{**known, **lists, "plans": plans, "difference": difference})
+    return MethodSummary(**{**known, **lists, "plans": plans, "difference": difference})
 
 
-def summarise(rows: Sequence[Row], answers: Sequence[str | None], dense: Dense, first: str) -> tuple[Summary, ...]:
+def summarise(
+    rows: Sequence[ComparisonRow], answers: Sequence[str | None], dense: DenseModel, first: str
+) -> tuple[MethodSummary, ...]:
     """Return what each method came to for each number of layers, compared to the method ``first``.
 
     ``answers`` say for every row which images the model got right, as ``RIGHT``, ``WRONG`` and ``UNREAD``.
     """
     right = {(row.layers, row.method, row.seed): found for row, found in zip(rows, answers, strict=True)}
-    groups: dict[tuple[int, str], list[Row]] = {}
+    groups: dict[tuple[int, str], list[ComparisonRow]] = {}
     for row in rows:
         groups.setdefault((row.layers, row.method), []).append(row)
     found = []
     for (layers, method), group in groups.items():
         pairs = [(right[layers, method, row.seed], right.get((layers, first, row.seed))) for row in group]
         found.append(
-            Summary(
+            MethodSummary(
                 layers=layers,
                 method=method,
                 plans=tuple(dict.fromkeys(row.plan for row in group)),

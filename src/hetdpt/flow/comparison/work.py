@@ -22,7 +22,7 @@ from hetdpt.data.sources import Data
 from hetdpt.data.streams import Stream
 from hetdpt.export.saved import load
 from hetdpt.flow.collection.work import CLAIMS, Claimed, Workplace
-from hetdpt.flow.comparison.rows import RIGHT, UNREAD, WRONG, Speed
+from hetdpt.flow.comparison.rows import RIGHT, UNREAD, WRONG, PlanSpeed
 from hetdpt.flow.resumable import recover_into
 from hetdpt.measurement.accuracy import evaluate
 from hetdpt.measurement.costs import Costs
@@ -66,7 +66,7 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Task:
+class ComparisonTask:
     """What one process does by itself."""
 
     stage: Stage
@@ -121,29 +121,29 @@ class Timed:
     """Of the dense model, in images per second."""
     macs: int
     params: int
-    plans: dict[str, Speed]
+    plans: dict[str, PlanSpeed]
     """By ``plan_key``."""
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Timed:
-        return cls(**{**values, "plans": {key: Speed(**speed) for key, speed in values["plans"].items()}})
+        return cls(**{**values, "plans": {key: PlanSpeed(**speed) for key, speed in values["plans"].items()}})
 
 
 Outcome = Chosen | Trained | Timed
 
 
 @dataclass(frozen=True)
-class Done:
+class ComparisonDone:
     """A task that is done."""
 
-    task: Task
+    task: ComparisonTask
     outcome: Outcome
     is_own: bool
     """Whether this process did it, now."""
 
 
 @dataclass(frozen=True)
-class Job:
+class ComparisonJob:
     """What there is to do in one directory, and with what."""
 
     directory: Path
@@ -156,18 +156,22 @@ class Job:
     splits: Mapping[int, Allocation]
     """By layers, for the methods that need one."""
 
-    def work(self) -> Iterator[Done]:
+    def work(self) -> Iterator[ComparisonDone]:
         """Do the tasks that nobody works on, one after another, until all are done; the times come last."""
-        tasks = [Task("dense")]
+        tasks = [ComparisonTask("dense")]
         for layers, seed in dict.fromkeys((cell.layers, cell.seed) for cell in self.cells):
             some = [cell for cell in self.cells if (cell.layers, cell.seed) == (layers, seed)]
-            tasks += [Task("choose", cell) for cell in some] + [Task("train", cell) for cell in some]
-        done: Iterator[tuple[Task, Outcome, bool]] = work(self.directory / CLAIMS, [*tasks, Task("time")], self)
+            tasks += [ComparisonTask("choose", cell) for cell in some] + [
+                ComparisonTask("train", cell) for cell in some
+            ]
+        done: Iterator[tuple[ComparisonTask, Outcome, bool]] = work(
+            self.directory / CLAIMS, [*tasks, ComparisonTask("time")], self
+        )
         for found in done:
-            yield Done(*found)
+            yield ComparisonDone(*found)
         self._tidy()  # what a kill has left
 
-    def name(self, task: Task) -> str:
+    def name(self, task: ComparisonTask) -> str:
         """Return what it is claimed by: equal plans are one model, and a plan that is not chosen yet is waited for."""
         if task.cell is None:
             return task.stage
@@ -175,18 +179,18 @@ class Job:
             return f"train-{_model_key(chosen.plan, task.cell.seed)}"
         return f"choose-{task.cell.key}"
 
-    def can_begin(self, task: Task) -> bool:
+    def can_begin(self, task: ComparisonTask) -> bool:
         if task.stage == "time":
             return all(self.trained(cell) for cell in self.cells)
         return task.stage != "train" or self.chosen(_cell(task)) is not None
 
-    def result(self, task: Task) -> Outcome | None:
+    def result(self, task: ComparisonTask) -> Outcome | None:
         """Return what ``task`` came to if it is done."""
         if task.stage == "choose":
             return self.chosen(_cell(task))
         return self.timed() if task.stage == "time" else self.trained(task.cell)
 
-    def take(self, task: Task, claim: Claim) -> None:
+    def take(self, task: ComparisonTask, claim: Claim) -> None:
         """Do it, and write what it came to."""
         if task.stage == "dense":
             self._evaluate_dense(claim)
@@ -327,7 +331,7 @@ class Job:
         every = (self.chosen(cell) for cell in self.every_cell())
         plans = {plan_key(chosen.plan): chosen.plan for chosen in every if chosen}
         dense, keys, size = self.model, sorted(plans), input_size_of(self.model)
-        found: dict[str, Speed] = {}
+        found: dict[str, PlanSpeed] = {}
         for first in range(0, len(keys), AT_ONCE):
             models = {key: merge_(place_(clone(dense), plans[key])) for key in keys[first : first + AT_ONCE]}
             timing = measure_throughput(
@@ -339,7 +343,7 @@ class Job:
             for key, model in models.items():
                 costs, ratio, rate = Costs.of(model, size), timing.speedup[key], timing.throughput[key]
                 ms = 1e3 * rate.batch / rate.value
-                found[key] = Speed(ratio.value, ratio.low, ratio.high, costs.macs, costs.params, ms)
+                found[key] = PlanSpeed(ratio.value, ratio.low, ratio.high, costs.macs, costs.params, ms)
         speed, costs = timing.throughput["dense"], Costs.of(dense, size)
         measured = f"{speed.device}, {speed.dtype}, batch {speed.batch}"
         claim.require_held()
@@ -384,7 +388,7 @@ def _model_key(plan: Plan, seed: int) -> str:
     return f"{plan_key(plan)}-{seed}"
 
 
-def _cell(task: Task) -> Cell:
+def _cell(task: ComparisonTask) -> Cell:
     assert task.cell is not None
     return task.cell
 

@@ -18,9 +18,9 @@ from hetdpt.data.held_out import hold_out
 from hetdpt.data.sources import Data
 from hetdpt.data.streams import Stream
 from hetdpt.flow.collection.collect import collect_into, read_samples
-from hetdpt.flow.collection.work import Done
+from hetdpt.flow.collection.work import SampleDone
 from hetdpt.flow.config import RunConfig
-from hetdpt.flow.stages.task import Result, Task
+from hetdpt.flow.stages.task import Result, StageTask
 from hetdpt.measurement.accuracy import evaluate
 from hetdpt.measurement.costs import Costs
 from hetdpt.measurement.machine import Machine
@@ -36,7 +36,7 @@ from hetdpt.selection.predictor.pricing import measure_prices
 from hetdpt.surgery.remove import known, ready, removable, survey_of
 
 
-def analyse(task: Task) -> Result:
+def analyse(task: StageTask) -> Result:
     """Return what the dense model is and costs: its layers that can go, accuracy, MACs, and the price of each layer."""
     config, model = task.config, task.model
     base = ready(model, config.removal)
@@ -113,10 +113,10 @@ def is_met(budget: Budget, prices: Prices, target: dict[str, float]) -> bool:
     return bool(getattr(prices.of(budget), name) <= value)
 
 
-def collect(task: Task) -> Result:
+def collect(task: StageTask) -> Result:
     """Return samples of accuracy after brief fine-tunings, measured on training images that are held out."""
     task.require_alone()
-    config, found = task.config, list[Done]()
+    config, found = task.config, list[SampleDone]()
     held, measured_on = held_out(task.data)
     prices, layers = prices_of(task.results["analyse"]), config.sampled_layers or 0
     steps = collect_into(
@@ -138,7 +138,7 @@ def held_out(data: Data) -> tuple[Data, str]:
     return held, f"{len(held.val)} training images that were held out"
 
 
-def _sample(done: Done) -> dict[str, Any]:
+def _sample(done: SampleDone) -> dict[str, Any]:
     step = done.step
     return {
         **asdict(step.budget),
@@ -150,7 +150,7 @@ def _sample(done: Done) -> dict[str, Any]:
     }
 
 
-def fit(task: Task) -> Result:
+def fit(task: StageTask) -> Result:
     """Return the predictor of accuracy by layers removed: its degree, its error, and what it predicts everywhere."""
     predictor = predictor_of(task)
     found = summary(predictor, ())
@@ -172,7 +172,7 @@ def _budget(row: tuple[float, float, float], predictor: Predictor) -> Budget:
     return Budget(*(round((1 - ratio) * predictor.blocks) for ratio in row[:2]))
 
 
-def allocate(task: Task) -> Result:
+def allocate(task: StageTask) -> Result:
     """Return how many layers of each kind go, and how sure that is."""
     config, predictor = task.config, predictor_of(task)
     prices = prices_of(task.results["analyse"])
@@ -189,11 +189,11 @@ def allocate(task: Task) -> Result:
     return {**{name: found[name] for name in names}, "share": best.share, "speedup": best.speedup}
 
 
-def predictor_of(task: Task) -> Predictor:
+def predictor_of(task: StageTask) -> Predictor:
     return fit_predictor(samples_of(task), task.results["analyse"]["blocks"])
 
 
-def samples_of(task: Task) -> Sequence[Row]:
+def samples_of(task: StageTask) -> Sequence[Row]:
     """Return the samples of the run: those that were given, or those that were collected."""
     if task.config.samples is not None:
         return read_samples(task.config.samples, survey_of(task.model).anatomy.blocks)

@@ -20,7 +20,7 @@ from hetdpt.core.host import peak_memory
 from hetdpt.core.plan import KINDS, Budget, Kind, Plan
 from hetdpt.core.reductions import read_tokens
 from hetdpt.data.sources import Data
-from hetdpt.flow.collection.tree import DENSE, LETTERS, Node, tree_of
+from hetdpt.flow.collection.tree import DENSE, LETTERS, SampleNode, tree_of
 from hetdpt.flow.comparison import work as compare_work
 from hetdpt.flow.config import RunConfig
 from hetdpt.flow.stages import trial
@@ -386,7 +386,7 @@ class _Forecast:
         return calibration + self._training(training) + images * self._evaluation + 3 * self._saving
 
     @cached_property
-    def _nodes(self) -> list[Node]:
+    def _nodes(self) -> list[SampleNode]:
         tree = tree_of(self.config.collect_config.chains(self.blocks, self.offered, self.config.layers or 0))
         return [node for node in tree.values() if node.key != DENSE]
 

@@ -11,7 +11,7 @@ from hetdpt.core.plan import Budget, Plan
 from hetdpt.core.reductions import read_tokens
 from hetdpt.export.saved import load, save
 from hetdpt.flow.resumable import recover_into, select_into
-from hetdpt.flow.stages.task import Result, Task
+from hetdpt.flow.stages.task import Result, StageTask
 from hetdpt.measurement.agreement import relative_difference
 from hetdpt.reduce.tokens.reduce import reduce_tokens_
 from hetdpt.selection.importance import Picked
@@ -23,7 +23,7 @@ from hetdpt.training.trainer import Epoch
 PLAN_FILE, FOLDER = "plan.json", "model"  # what a stage leaves in its own directory
 
 
-def select(task: Task) -> Result:
+def select(task: StageTask) -> Result:
     """Return the plan: which layers of the budget go, and by what scores."""
     config, picks = task.config, list[Picked]()
     budget = _budget(task)
@@ -53,7 +53,7 @@ def select(task: Task) -> Result:
     return {"method": config.method, "plan": asdict(plan), "picks": scores}
 
 
-def _budget(task: Task) -> Budget | int:
+def _budget(task: StageTask) -> Budget | int:
     """Return how many layers go: of each kind where that is given or allocated, else in all."""
     config = task.config
     if config.budget is not None:
@@ -63,11 +63,11 @@ def _budget(task: Task) -> Budget | int:
     return Budget(**task.results["balance" if config.is_balanced else "allocate"]["budget"])
 
 
-def plan_of(task: Task) -> Plan:
+def plan_of(task: StageTask) -> Plan:
     return Plan.from_json(json.dumps(task.results["select"]["plan"]))
 
 
-def recover(task: Task) -> Result:
+def recover(task: StageTask) -> Result:
     """Return what the fine-tuning came to, epoch by epoch; the student is saved, not merged yet."""
     config, updates = task.config, task.part("fine-tuning")
     epochs = recover_into(
@@ -96,7 +96,7 @@ def _line(epoch: Epoch) -> str:
     return f"epoch {epoch.number}/{epoch.epochs}: loss {epoch.loss:.4f}, {epoch.last:.2f} %"
 
 
-def merge(task: Task) -> Result:
+def merge(task: StageTask) -> Result:
     """Return how many pairs of linear layers became one, and by how much that changed the outputs."""
     student = load(task.work_of("recover") / task.config.keep).to(next(task.model.parameters()).device)
     merged = merge_(clone(student))
@@ -107,7 +107,7 @@ def merge(task: Task) -> Result:
     return {"merged": len(record.merged), "difference": difference, "plan": asdict(plan)}
 
 
-def reduce(task: Task) -> Result:
+def reduce(task: StageTask) -> Result:
     """Return how many tokens the blocks of the merged model hand on from now on."""
     assert task.config.tokens is not None
     tokens = read_tokens(task.config.tokens)

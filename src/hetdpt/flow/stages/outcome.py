@@ -12,12 +12,12 @@ from hetdpt.export.onnx import export_onnx
 from hetdpt.export.saved import load
 from hetdpt.export.saved import save as save_model
 from hetdpt.flow.comparison.compare import GIVEN, CompareConfig, compare_into
-from hetdpt.flow.comparison.rows import Comparison, Row
+from hetdpt.flow.comparison.rows import ComparisonRow, MethodComparison
 from hetdpt.flow.comparison.work import Trained
 from hetdpt.flow.stages.budget import samples_of
 from hetdpt.flow.stages.layers import FOLDER, plan_of
 from hetdpt.flow.stages.summary import summarise
-from hetdpt.flow.stages.task import Result, Task
+from hetdpt.flow.stages.task import Result, StageTask
 from hetdpt.measurement.accuracy import evaluate
 from hetdpt.measurement.costs import Costs
 from hetdpt.measurement.machine import Machine
@@ -32,7 +32,7 @@ SAVED, ONNX = "model", "model.onnx"  # in the run directory
 ROUNDS, TIMING_SECONDS = 500, 10.0  # whichever is over first
 
 
-def measure(task: Task) -> Result:
+def measure(task: StageTask) -> Result:
     """Return accuracy, costs and speed of the dense and the pruned model, speeds of interleaved runs."""
     config, dense, pruned = task.config, task.model, final_model(task)
     scores = evaluate(pruned, task.data, workers=config.workers, progress=task.part("evaluating the pruned model"))
@@ -60,13 +60,13 @@ def measure(task: Task) -> Result:
     }
 
 
-def final_model(task: Task) -> nn.Module:
+def final_model(task: StageTask) -> nn.Module:
     """Return the pruned and merged model, its tokens reduced if that was asked for, on the dense one's device."""
     last = "merge" if task.config.tokens is None else "reduce"
     return load(task.work_of(last) / FOLDER).to(next(task.model.parameters()).device)
 
 
-def save(task: Task) -> Result:
+def save(task: StageTask) -> Result:
     """Return where the model is that the user ships."""
     model, out = final_model(task).cpu(), task.config.out
     save_model(model, out / SAVED, overwrite=True)
@@ -82,7 +82,7 @@ def _size(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.iterdir())
 
 
-def compare(task: Task) -> Result:
+def compare(task: StageTask) -> Result:
     """Return what other methods come to with as many layers, the same fine-tuning and the same images."""
     task.require_alone()
     config, layers = task.config, len(plan_of(task))
@@ -99,13 +99,13 @@ def compare(task: Task) -> Result:
         outcome = getattr(done, "outcome", None)
         if isinstance(outcome, Trained) and outcome.method:
             task.note(f"{outcome.method}: {outcome.accuracy:.2f} %")
-    found = Comparison.read(task.directory)
+    found = MethodComparison.read(task.directory)
     rows = [_row(row) for row in found.rows]
     warnings = [*left_out, *(text for text in found.warnings if text != GIVEN)]  # ours are of images held out
     return {"rows": rows, "images": found.dense.images, "measured": found.measured, "warnings": warnings}
 
 
-def _why_not(name: str, layers: int, task: Task) -> str:
+def _why_not(name: str, layers: int, task: StageTask) -> str:
     """Return why a method cannot take so many layers; empty where it can."""
     method, sites = method_called(name), task.results["analyse"]["sites"]
     count = len([site for site in sites if method.only in (None, site["kind"])])
@@ -114,7 +114,7 @@ def _why_not(name: str, layers: int, task: Task) -> str:
     return "there are no samples to split its budget by" if method.split == "map" and not task.config.is_split else ""
 
 
-def _row(row: Row) -> dict[str, Any]:
+def _row(row: ComparisonRow) -> dict[str, Any]:
     return {
         "method": row.method,
         "plan": asdict(row.plan),
@@ -129,7 +129,7 @@ def _row(row: Row) -> dict[str, Any]:
     }
 
 
-def report(task: Task) -> Result:
+def report(task: StageTask) -> Result:
     """Return the names of the reports, which are written with the summary of the run."""
     out = task.config.out
     found = summarise(task).to_dict()

@@ -12,8 +12,8 @@ from hetdpt.core.plan import Budget
 from hetdpt.flow.comparison.compare import GIVEN
 from hetdpt.flow.config import RunConfig
 from hetdpt.flow.stages.budget import predictor_of, prices_of
-from hetdpt.flow.stages.task import Result, Task
-from hetdpt.report.results import Goal, Next
+from hetdpt.flow.stages.task import Result, StageTask
+from hetdpt.report.results import GoalResult, Next
 from hetdpt.selection.predictor.allocate import Split, Wanted
 from hetdpt.selection.predictor.allocate import allocate as split_budget
 from hetdpt.store.atomic import parse_json
@@ -23,7 +23,7 @@ AGREES = 1.1  # times that two ways to tell a speedup may differ
 
 
 @dataclass(frozen=True)
-class Summary:
+class RunSummary:
     """What a run came to; accuracies in percent of the validation images."""
 
     dense_accuracy: float
@@ -54,7 +54,7 @@ class Summary:
     batch: int
     images: int
     """That accuracies are of."""
-    goal: Goal
+    goal: GoalResult
     warnings: tuple[str, ...]
     seconds: float
     """Of all stages."""
@@ -66,25 +66,25 @@ class Summary:
         return asdict(self)
 
     @classmethod
-    def read(cls, directory: Path) -> Summary:
+    def read(cls, directory: Path) -> RunSummary:
         """Return what is written in a finished run; ``FileError`` if there is none."""
         file = directory / SUMMARY
         try:
             values = parse_json(file.read_text(encoding="utf-8"))
             goal = values["goal"]
             further = Next(Budget(**goal["next"]["budget"])) if goal["next"] else None
-            known = {**values, "goal": Goal(**{**goal, "next": further}), "warnings": tuple(values["warnings"])}
+            known = {**values, "goal": GoalResult(**{**goal, "next": further}), "warnings": tuple(values["warnings"])}
             return cls(**known)
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise FileError(f"{file} cannot be read ({first_line(error)}); hetdpt run makes it") from None
 
 
-def summarise(task: Task) -> Summary:
+def summarise(task: StageTask) -> RunSummary:
     """Return what the stages of a run came to."""
     results, config = task.results, task.config
     measured, plan = results["measure"], results["select"]["plan"]
     dense, pruned, speedup = measured["dense"], measured["pruned"], measured["speedup"]
-    return Summary(
+    return RunSummary(
         dense_accuracy=dense["accuracy"]["top1"],
         pruned_accuracy=pruned["accuracy"]["top1"],
         speedup=speedup["value"],
@@ -111,7 +111,7 @@ def summarise(task: Task) -> Summary:
     )
 
 
-def _goal(task: Task) -> Goal:
+def _goal(task: StageTask) -> GoalResult:
     """Return whether what was wanted is met, by what was measured and counted."""
     measured, plan = task.results["measure"], task.results["select"]["plan"]
     wanted = task.config.with_numbers(prices_of(task.results["analyse"]).dense).wanted
@@ -123,13 +123,13 @@ def _goal(task: Task) -> Goal:
     }
     missed = [name for name, value in wanted.conditions.items() if _is_missed(name, value, reached[name])]
     if not missed:
-        return Goal(wanted.conditions, True, f"{wanted}: met")
+        return GoalResult(wanted.conditions, True, f"{wanted}: met")
     text = " and ".join(_shortfall(name, wanted.conditions[name], reached[name]) for name in missed)
     if task.config.plus:
-        return Goal(wanted.conditions, False, f"{text}; width meets a goal within 2 %, so ask for a little more")
+        return GoalResult(wanted.conditions, False, f"{text}; width meets a goal within 2 %, so ask for a little more")
     further = _next(task, wanted, reached) if task.config.is_split else None
     hint = f"; next: {further.budget.attention} attention + {further.budget.activation} activation" if further else ""
-    return Goal(wanted.conditions, False, f"{text}{hint or '; no further budget is in reach'}", further)
+    return GoalResult(wanted.conditions, False, f"{text}{hint or '; no further budget is in reach'}", further)
 
 
 def _is_missed(name: str, wanted: float, reached: float) -> bool:
@@ -144,7 +144,7 @@ def _shortfall(name: str, wanted: float, reached: float) -> str:
     return f"at most {wanted:.4g} {name} were wanted and {reached:.4g} are left: missed by {by:.1f} %"
 
 
-def _next(task: Task, wanted: Wanted, reached: dict[str, float]) -> Next | None:
+def _next(task: StageTask, wanted: Wanted, reached: dict[str, float]) -> Next | None:
     """Return the budget that would meet the goal if prices are as wrong there as they were here; None beyond reach."""
     prices = prices_of(task.results["analyse"])
     here = Budget(**task.results["allocate"]["budget"])

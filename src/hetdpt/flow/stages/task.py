@@ -30,7 +30,7 @@ Result = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Task:
+class StageTask:
     """What there is to do, and what is known so far."""
 
     config: RunConfig
@@ -90,7 +90,7 @@ class Task:
 class Stage:
     """A row of the flow: what is done, and what decides how it comes out."""
 
-    work: Callable[[Task], Result]
+    work: Callable[[StageTask], Result]
     settings: tuple[str, ...] = ()
     """Fields of the configuration, and ``sampled_layers``."""
     inputs: tuple[str, ...] = ()
@@ -111,7 +111,7 @@ class Stage:
         return {"settings": settings, "inputs": {name: given[name] for name in self.inputs if name in given}}
 
 
-def do(stage: Stage, task: Task) -> Result:
+def do(stage: Stage, task: StageTask) -> Result:
     """Return what ``stage`` came to: as before where it was asked for the same, else by doing it."""
     task = replace(task, stage=stage.name)
     record = None
@@ -135,7 +135,7 @@ def do(stage: Stage, task: Task) -> Result:
     return done
 
 
-def _work(stage: Stage, task: Task, record: StageRecord) -> None:
+def _work(stage: Stage, task: StageTask, record: StageRecord) -> None:
     """Do a stage and write what it came to, telling how far it is meanwhile."""
     clock = Clock(record)
 

@@ -35,7 +35,7 @@ from hetdpt.measurement.accuracy import BATCH
 from hetdpt.measurement.costs import Costs
 from hetdpt.measurement.speed import measure_throughput, synchronize
 from hetdpt.reduce.width.narrow import narrow_to
-from hetdpt.selection.importance import Search
+from hetdpt.selection.importance import ImportanceSearch
 from hetdpt.selection.predictor.samples import prune_next
 from hetdpt.surgery.calibrate import gate_fitted_
 from hetdpt.surgery.remove import known, merge_, ready, without
@@ -161,7 +161,7 @@ def try_search(
     """Return what a search for importances among ``sites`` is made of."""
     student, settings = deepcopy(model), config.search.with_settings({"training.ema_decay": 0.0, "train_merged": False})
     gate_fitted_(student, Plan(removal=config.removal), _images(model, data, config, FEW), sites=sites)
-    search = Search(student, kinds, explores=config.explores, seed=settings.training.seed)
+    search = ImportanceSearch(student, kinds, explores=config.explores, seed=settings.training.seed)
     return try_training(model, data, settings, config, student, search)
 
 

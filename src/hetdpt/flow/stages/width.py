@@ -22,7 +22,7 @@ from hetdpt.flow.config import RunConfig
 from hetdpt.flow.resumable import pruned, recover_into
 from hetdpt.flow.stages.budget import held_out, is_met, predictor_of, prices_of
 from hetdpt.flow.stages.layers import FOLDER, plan_of
-from hetdpt.flow.stages.task import Result, Task
+from hetdpt.flow.stages.task import Result, StageTask
 from hetdpt.measurement.speed import measure_throughput
 from hetdpt.reduce.width.narrow import Narrowed, narrow_to
 from hetdpt.report.results import Candidate
@@ -41,7 +41,7 @@ BY = "map+greedy"  # the method that chooses layers for a trial
 START, BRIEF, FOUND = "start", "brief", "narrowed.json"
 
 
-def balance(task: Task) -> Result:
+def balance(task: StageTask) -> Result:
     """Return how many layers of each kind go before width does: of a few numbers the one that comes out best."""
     task.require_alone()
     held, measured_on = held_out(task.data)
@@ -101,7 +101,7 @@ def _spell(candidate: Candidate) -> str:
     return f"{counted(candidate.layers, 'layer')} less"
 
 
-def _splits(task: Task) -> list[Split]:
+def _splits(task: StageTask) -> list[Split]:
     """Return the best split of each number of layers that is to be tried, as far as they leave something to width."""
     prices, predictor, target = prices_of(task.results["analyse"]), predictor_of(task), _target(task)
     asked = depths_of(task.config, sum(prices.count(kind) for kind in KINDS))
@@ -123,7 +123,7 @@ def depths_of(config: RunConfig, most: int) -> tuple[int, ...]:
     return asked
 
 
-def _try(task: Task, split: Split, held: Data) -> dict[str, Any]:
+def _try(task: StageTask, split: Split, held: Data) -> dict[str, Any]:
     """Return what a number of layers comes to with width for the rest, after a brief fine-tuning."""
     folder, config = _folder(task, split.budget), task.config
     if not (folder / START / RECIPE).is_file():  # which is written all at once
@@ -155,7 +155,7 @@ def _try(task: Task, split: Split, held: Data) -> dict[str, Any]:
     return {**asdict(split.budget), **read_json(folder / START / FOUND), **scores}
 
 
-def _speedups(task: Task, splits: Sequence[Split]) -> list[float]:
+def _speedups(task: StageTask, splits: Sequence[Split]) -> list[float]:
     """Return how many times faster than the dense model each candidate is, merged; all of them timed in turns."""
     device = next(task.model.parameters()).device
     models: dict[str, nn.Module] = {"dense": task.model}
@@ -168,11 +168,11 @@ def _speedups(task: Task, splits: Sequence[Split]) -> list[float]:
     return [found.speedup[str(split)].value for split in splits]
 
 
-def _folder(task: Task, budget: Budget) -> Path:
+def _folder(task: StageTask, budget: Budget) -> Path:
     return task.directory / f"{budget.attention}+{budget.activation}"
 
 
-def narrow(task: Task) -> Result:
+def narrow(task: StageTask) -> Result:
     """Return the sizes of the model that has lost its layers, and then as much width as the goal needs."""
     found = _narrow(task, plan_of(task), task.data)
     save(found.model.cpu(), task.directory / FOLDER, overwrite=True)
@@ -180,7 +180,7 @@ def narrow(task: Task) -> Result:
     return {"target": _target(task), **_values(found), "speedup": found.speedup, "tried": found.tried}
 
 
-def _narrow(task: Task, plan: Plan, data: Data) -> Narrowed:
+def _narrow(task: StageTask, plan: Plan, data: Data) -> Narrowed:
     """Return the dense model without the layers of ``plan``, narrowed until it meets the goal."""
     config, seed = task.config, task.config.width.seed
     target: dict[str, Any] = _target(task)
@@ -198,7 +198,7 @@ def _narrow(task: Task, plan: Plan, data: Data) -> Narrowed:
     )
 
 
-def _target(task: Task) -> dict[str, float]:
+def _target(task: StageTask) -> dict[str, float]:
     return task.config.with_numbers(prices_of(task.results["analyse"]).dense).target
 
 

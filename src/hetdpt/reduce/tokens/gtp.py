@@ -10,10 +10,10 @@ from torch.nn import functional as F
 
 from hetdpt.core.errors import ModelError
 from hetdpt.core.reductions import Tokens
-from hetdpt.reduce.tokens.stream import Seen, TokenStream, destinations, rows
+from hetdpt.reduce.tokens.stream import AttentionRecord, TokenStream, destinations, rows
 
 
-def propagate(stream: TokenStream, seen: Seen, count: int, tokens: Tokens) -> TokenStream:
+def propagate(stream: TokenStream, seen: AttentionRecord, count: int, tokens: Tokens) -> TokenStream:
     """Return the stream with ``count`` tokens fewer; what is left takes in what it is linked to.
 
     X' = X_k + alpha A_kp X_p with k the tokens that are kept, p those that go and A the graph of ``links``, made once,
@@ -95,7 +95,7 @@ def _columns(table: Tensor, numbers: Tensor) -> Tensor:
     return rows(table.mT, numbers).mT
 
 
-def _ends(stream: TokenStream, seen: Seen, kept: Tensor, going: Tensor, edges: Tensor) -> Tensor:
+def _ends(stream: TokenStream, seen: AttentionRecord, kept: Tensor, going: Tensor, edges: Tensor) -> Tensor:
     """Return where each token (B, n) is afterwards."""
     keys = F.normalize(seen.keys.mean(1)[:, stream.protected :].detach().float(), dim=-1)
     similar = rows(keys, kept) @ rows(keys, going).mT  # (B, k, p)

@@ -23,7 +23,7 @@ from hetdpt.adapters.models import fused
 from hetdpt.core.errors import ModelError
 from hetdpt.core.reductions import GTP_OPTIONS, Tokens
 from hetdpt.reduce.tokens.layout import TokenLayout, tensors_in
-from hetdpt.reduce.tokens.stream import Seen, TokenMethod, TokenStream
+from hetdpt.reduce.tokens.stream import AttentionRecord, TokenMethod, TokenStream
 
 STEP = "tokens"
 """The name that a block knows its ``TokenStep`` by."""
@@ -62,14 +62,14 @@ class _Here(threading.local):
 _HERE = _Here()
 
 
-class _Watch(TorchFunctionMode):
+class _AttentionWatch(TorchFunctionMode):
     """Sees the one attention that runs inside, which takes the sizes of tokens into account (ToMe, Eq. 1)."""
 
     def __init__(self, step: TokenStep, stream: TokenStream, count: int) -> None:
         super().__init__()
         self.step, self.stream = step, stream
         self.needs_map = step.method.needs_map and count > 0
-        self.seen: Seen | None = None
+        self.seen: AttentionRecord | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.scaled_dot_product_attention:
@@ -93,7 +93,7 @@ class _Watch(TorchFunctionMode):
         batch, n = self.stream.tokens.shape[:2]
         if self.seen or enable_gqa or any((t.shape[0], t.shape[-2]) != (batch, n) for t in (query, key, value)):
             raise _refused(self.step, "its attention is not one of all tokens to all tokens")
-        self.seen = Seen(self.stream.tokens, key, None)
+        self.seen = AttentionRecord(self.stream.tokens, key, None)
         sizes = self.stream.sizes
         bias = None if sizes is None else sizes.log().to(query.dtype)[:, None, None]  # (B, 1, 1, n)
         if self.step.fused_attn and not self.needs_map:
@@ -175,7 +175,7 @@ def _reduced(
 ) -> tuple[Any, TokenStream]:
     """Return what a block with attention gives, and its tokens, ``count`` of which go between attention and FFN."""
     half = _half(block, step.without_ffn if count else (), step.attention)
-    with _Watch(step, stream, count) as watch:
+    with _AttentionWatch(step, stream, count) as watch:
         result = type(block).forward(half, *args, **kwargs)
     if watch.seen is None:
         raise _refused(step, "its attention is no call of torch's scaled_dot_product_attention")

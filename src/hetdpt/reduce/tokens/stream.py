@@ -48,7 +48,7 @@ class TokenStream:
 
 
 @dataclass(frozen=True)
-class Seen:
+class AttentionRecord:
     """What the attention before the reduction did."""
 
     given: Tensor
@@ -63,7 +63,7 @@ class Seen:
 class TokenMethod:
     """A row of the table of methods."""
 
-    reduce: Callable[[TokenStream, Seen, int, Tokens], TokenStream]
+    reduce: Callable[[TokenStream, AttentionRecord, int, Tokens], TokenStream]
     """Returns the stream with so many tokens fewer."""
     needs_map: bool = False
     """Whether it looks at the attention map, which is then computed as such."""

@@ -7,10 +7,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hetdpt.core.reductions import Tokens
-from hetdpt.reduce.tokens.stream import Seen, TokenStream, merge
+from hetdpt.reduce.tokens.stream import AttentionRecord, TokenStream, merge
 
 
-def merge_alike(stream: TokenStream, seen: Seen, count: int, tokens: Tokens) -> TokenStream:
+def merge_alike(stream: TokenStream, seen: AttentionRecord, count: int, tokens: Tokens) -> TokenStream:
     """Return the stream with ``count`` tokens fewer, the most similar pairs made one, by size-weighted means.
 
     Two tokens are as similar as the cosine of their keys, each the mean over heads. Tokens, without the protected

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from hetdpt.core.errors import PlanError
 from hetdpt.core.fold import exact
 from hetdpt.reduce.width.scores import Heads, Narrowable
-from hetdpt.reduce.width.shapes import Cut
+from hetdpt.reduce.width.shapes import WidthCut
 
 
 @dataclass(frozen=True)
@@ -145,9 +145,9 @@ def _rounded(count: int, size: int, step: int) -> int:
     return min(max(round(count / step), 1), size // step) * step
 
 
-def cut_of(model: nn.Module, parts: Narrowable, kept: Kept) -> Cut:
+def cut_of(model: nn.Module, parts: Narrowable, kept: Kept) -> WidthCut:
     """Return which entries of the tensors of ``model`` stay, and what its attributes then say."""
-    cut, there = Cut(), dict(model.named_parameters())
+    cut, there = WidthCut(), dict(model.named_parameters())
     if kept.stream is not None and parts.stream is not None:
         width = len(parts.stream.scores)
         for name, axis in parts.stream.places:
@@ -164,7 +164,7 @@ def cut_of(model: nn.Module, parts: Narrowable, kept: Kept) -> Cut:
     return replace(cut, kept={place: indices for place, indices in cut.kept.items() if place[0] in there})
 
 
-def _cut_heads(cut: Cut, part: Heads, table: Tensor) -> None:
+def _cut_heads(cut: WidthCut, part: Heads, table: Tensor) -> None:
     attention, indices = part.attention, table.flatten()
     rows: dict[str, list[Tensor]] = {}
     for layer, start in (attention.queries, attention.keys, attention.values):

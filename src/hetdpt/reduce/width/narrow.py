@@ -32,7 +32,7 @@ from hetdpt.reduce.width.scores import (
     require_narrowable,
     score,
 )
-from hetdpt.reduce.width.search import RUNGS, Progress, Search, Timing
+from hetdpt.reduce.width.search import RUNGS, Progress, RatioSearch, Timing
 from hetdpt.reduce.width.shapes import cut_, mark_narrowed_
 from hetdpt.surgery.remove import InputSize, known, merge_, place_, record_of
 
@@ -114,7 +114,7 @@ def narrow_(
     (144, torch.Size([1, 10]))
     """
     config = config or WidthConfig()
-    seen = Seen.of(model, config, batches, ratios, input_size)
+    seen = WidthSurvey.of(model, config, batches, ratios, input_size)
     return seen.apply_(model, seen.choose(ratios))
 
 
@@ -150,8 +150,8 @@ def narrow_to(
     if not 0 < target <= (1 if name == "ratio" else inf):
         raise PlanError(f"{name} must be above 0{' and at most 1' if name == 'ratio' else ''}, not {target}")
     shares = Ratios(*config.shares) if config.shares else None
-    seen = Seen.of(model, config, batches, shares or RUNGS[-1], input_size, progress).in_steps()
-    search = Search(model, seen, name, target, Timing(dense or model, batch), progress)
+    seen = WidthSurvey.of(model, config, batches, shares or RUNGS[-1], input_size, progress).in_steps()
+    search = RatioSearch(model, seen, name, target, Timing(dense or model, batch), progress)
     if name == "ratio":
         best = search.look((shares or seen.rungs[-1]).times(target))
     else:
@@ -162,7 +162,7 @@ def narrow_to(
 
 
 @dataclass(frozen=True)
-class Seen:
+class WidthSurvey:
     """What was read off a model once: what each piece of it is worth, and what layers are given."""
 
     parts: Narrowable
@@ -179,7 +179,7 @@ class Seen:
         ratios: Ratios,
         input_size: InputSize | None = None,
         progress: Progress | None = None,
-    ) -> Seen:
+    ) -> WidthSurvey:
         copy = clone(model)
         if record_of(copy) is None:
             place_(copy, Plan(), input_size)
@@ -195,7 +195,7 @@ class Seen:
         """Those of ``RUNGS`` that the model can go down to."""
         return RUNGS if self.parts.stream else RUNGS[:-1]
 
-    def in_steps(self) -> Seen:
+    def in_steps(self) -> WidthSurvey:
         """Return the same with sizes in the steps that are usual for such a model, unless the config says which."""
         if self.config.round_to is not None or max((len(one.scores) for one in self.parts.hidden), default=0) < WIDE:
             return self

@@ -15,7 +15,7 @@ from hetdpt.reduce.width.choice import Kept, Ratios
 from hetdpt.surgery.remove import merge_
 
 if TYPE_CHECKING:
-    from hetdpt.reduce.width.narrow import Seen
+    from hetdpt.reduce.width.narrow import WidthSurvey
 
 Progress = Callable[[str, int, int], None]
 """Called with (what is done, steps done, steps in all); in all is 0 where nobody knows."""
@@ -47,11 +47,11 @@ class Timing:
     batch: int | None
 
 
-class Search:
+class RatioSearch:
     """Looks for the ratios that meet a target; remembers all it has tried."""
 
     def __init__(
-        self, model: nn.Module, seen: Seen, name: str, target: float, timing: Timing, progress: Progress | None
+        self, model: nn.Module, seen: WidthSurvey, name: str, target: float, timing: Timing, progress: Progress | None
     ) -> None:
         self.model, self.seen, self.name, self.target, self.timing = model, seen, name, target, timing
         self.progress = progress

@@ -32,7 +32,7 @@ SIZES = {*STREAM_SIZES, *LAYER_SIZES, *(size for names in NAMES.values() for siz
 
 
 @dataclass(frozen=True)
-class Cut:
+class WidthCut:
     """What is left of a model: entries of its tensors along their axes, and attributes that say so."""
 
     kept: dict[Place, Tensor] = field(default_factory=dict)
@@ -42,7 +42,7 @@ class Cut:
 
 
 @torch.no_grad()
-def cut_(model: nn.Module, cut: Cut) -> nn.Module:
+def cut_(model: nn.Module, cut: WidthCut) -> nn.Module:
     """Keep the entries that ``cut`` lists, in tensors of their own: what shares the old ones keeps them whole."""
     owners = set()
     for (name, axis), kept in cut.kept.items():

@@ -8,7 +8,7 @@ from math import isfinite
 from markupsafe import Markup
 
 from hetdpt.report.pictures.svg import Frame, circle, drawing, frame, line, mark, path, shape, tag, text
-from hetdpt.report.results import Epoch, Recovery
+from hetdpt.report.results import EpochResult, Recovery
 from hetdpt.report.words import number, percent
 
 SERIES = {"last": "as trained", "ema": "moving average"}
@@ -39,17 +39,17 @@ def losses(recovery: Recovery, width: float) -> Markup:
     return drawing(width, plot.height, "training loss by epoch of the fine-tuning", plot.axes(), curve)
 
 
-def _plot(epochs: Sequence[Epoch], ys: Sequence[float], up: str, width: float) -> Frame:
+def _plot(epochs: Sequence[EpochResult], ys: Sequence[float], up: str, width: float) -> Frame:
     return frame(width, HIGH, [one.number for one in epochs], ys, "epoch", up, is_whole=True)
 
 
-def _points(epochs: Sequence[Epoch], name: str) -> list[tuple[int, float]]:
+def _points(epochs: Sequence[EpochResult], name: str) -> list[tuple[int, float]]:
     """Return what is known by epoch; a training that goes astray may have no number."""
     values = [(one.number, getattr(one, name)) for one in epochs]
     return [(epoch, value) for epoch, value in values if value is not None and isfinite(value)]
 
 
-def _curve(plot: Frame, epochs: Sequence[Epoch], name: str, spell: Callable[[float], str]) -> Markup:
+def _curve(plot: Frame, epochs: Sequence[EpochResult], name: str, spell: Callable[[float], str]) -> Markup:
     points = _points(epochs, name)
     at = [plot.at(*point) for point in points]
     dots = [

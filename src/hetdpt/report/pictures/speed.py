@@ -27,7 +27,7 @@ from hetdpt.report.pictures.svg import (
     tag,
     text,
 )
-from hetdpt.report.results import Analysis, Measured, Predicted, Row, Scores, Taken
+from hetdpt.report.results import AccuracyResult, Analysis, Measured, MethodRow, Predicted, Taken
 from hetdpt.report.run import RunRecord
 from hetdpt.report.tables import compared, labels
 from hetdpt.report.words import interval, percent, place, short, times
@@ -162,7 +162,7 @@ def _final(final: _Final, plot: Frame) -> Markup:
     return mark(hint, *_bars(plot, at, final.range, scores), shape("D", *at, 6.5, "ink"))
 
 
-def _bars(plot: Frame, at: tuple[float, float], speed: Range, scores: Scores | None) -> Iterator[Markup]:
+def _bars(plot: Frame, at: tuple[float, float], speed: Range, scores: AccuracyResult | None) -> Iterator[Markup]:
     """Give the 95 % intervals of a point, as a cross of lines."""
     low, high = speed
     if low is not None and high is not None:
@@ -171,7 +171,7 @@ def _bars(plot: Frame, at: tuple[float, float], speed: Range, scores: Scores | N
         yield line(at[0], plot.y.clipped(scores.low), at[0], plot.y.clipped(scores.high), "span")
 
 
-def _heights(x: float, scores: Scores) -> list[tuple[float, float]]:
+def _heights(x: float, scores: AccuracyResult) -> list[tuple[float, float]]:
     """Return what has to be in a plot that shows an accuracy at ``x``: its interval, lest little look like much."""
     return [(x, scores.low), (x, scores.high)]
 
@@ -195,7 +195,7 @@ def methods(record: RunRecord, width: float) -> Markup:
     return drawing(width, plot.height, label, plot.axes(), tag("g", star, data_series="dense"), *drawn)
 
 
-def _method(row: Row, at: tuple[float, float], plot: Frame) -> Markup:
+def _method(row: MethodRow, at: tuple[float, float], plot: Frame) -> Markup:
     lines = [row.method, percent(row.accuracy), f"speedup {times(row.speedup)}"]
     lines += [f"95 % interval {interval(row.low, row.high)}"] if row.low is not None else []
     bars = _bars(plot, at, (row.low, row.high), None)

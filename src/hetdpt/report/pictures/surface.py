@@ -10,7 +10,7 @@ from markupsafe import Markup
 
 from hetdpt.core.plan import Budget
 from hetdpt.report.pictures.svg import Scale, cross, drawing, mark, rectangle, ring, text
-from hetdpt.report.results import Fit, Predicted, Results
+from hetdpt.report.results import FitResult, Predicted, Results
 from hetdpt.report.run import RunRecord
 from hetdpt.report.words import interval, percent, times
 
@@ -65,7 +65,7 @@ def surface(record: RunRecord, width: float) -> Markup:
     return drawing(width, grid.bottom + BELOW, label, *parts)
 
 
-def _tint(fit: Fit) -> Scale:
+def _tint(fit: FitResult) -> Scale:
     """Return how strongly an accuracy is coloured; what is extrapolated does not stretch the scale."""
     values = [cell.predicted for cell in fit.surface if not cell.is_beyond] + [one.accuracy for one in fit.samples]
     low, high = min(values), max(values)

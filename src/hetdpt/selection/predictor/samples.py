@@ -94,24 +94,24 @@ def _usual_rounds(blocks: int, offered: Budget, layers: int = 0) -> tuple[int, i
 
 
 @dataclass(frozen=True)
-class Pick:
+class EntropyPick:
     """A layer that went, and the transfer entropy by which it was chosen."""
 
     site: Site
     te: float
 
     @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Pick:
+    def from_dict(cls, values: dict[str, Any]) -> EntropyPick:
         return cls(Site(**values["site"]), values["te"])
 
 
 @dataclass(frozen=True)
-class Step:
+class SampleStep:
     """One more sample: some layers went, what is left was fine-tuned and evaluated."""
 
     kinds: tuple[Kind, ...]
     """Of all layers that are gone, in the order in which they went."""
-    picks: tuple[Pick, ...]
+    picks: tuple[EntropyPick, ...]
     """The layers that went in this step."""
     before: float
     """Accuracy in percent before the fine-tuning."""
@@ -134,9 +134,9 @@ class Step:
         return asdict(self)
 
     @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Step:
+    def from_dict(cls, values: dict[str, Any]) -> SampleStep:
         """Return what ``to_dict`` made ``values`` of."""
-        picks = tuple(Pick.from_dict(pick) for pick in values["picks"])
+        picks = tuple(EntropyPick.from_dict(pick) for pick in values["picks"])
         return cls(**{**values, "kinds": tuple(values["kinds"]), "picks": picks})
 
 
@@ -146,7 +146,7 @@ def prune_next(
     images: Iterable[Tensor],
     removal: Removal = "calibrated",
     progress: Callable[[int, int], None] | None = None,
-) -> tuple[nn.Module, Pick]:
+) -> tuple[nn.Module, EntropyPick]:
     """Return a copy of ``student`` without one more layer of ``kind``, the one with the least transfer entropy.
 
     TE is that of the student as it is, fine-tuned, so that it tells what the layer adds now. ``images`` are gone
@@ -163,7 +163,7 @@ def prune_next(
         raise PredictError(f"no {kind} layer can be chosen: {error}; or give fewer rounds") from None
     site = min(left, key=entropies.__getitem__)
     pruned = variants_of(base, [site], images)[site]  # around the student's own weights, which training would change
-    return deepcopy(pruned), Pick(site, entropies[site])
+    return deepcopy(pruned), EntropyPick(site, entropies[site])
 
 
 def fine_tune(
