@@ -32,8 +32,8 @@ from hetdpt.core.fold import Moments, fit_linear, new_layer
 from hetdpt.core.modules import clone
 from hetdpt.core.plan import FITTED_STYLES, Plan
 from hetdpt.data.batches import EvaluationBatches
+from hetdpt.data.fixed_batches import ImageBatches
 from hetdpt.data.sources import open_data
-from hetdpt.data.unlabelled import ImageBatches
 from hetdpt.export.saved import versions
 from hetdpt.measurement.agreement import measure_damage
 from hetdpt.selection.damage import choose

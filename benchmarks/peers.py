@@ -36,7 +36,7 @@ from torch.nn import functional as F
 import hetdpt
 from hetdpt.adapters.preprocessing import preprocessing_of
 from hetdpt.core.modules import clone
-from hetdpt.data.labelled import LabelledBatches
+from hetdpt.data.fixed_batches import LabelledBatches
 from hetdpt.data.sources import open_data
 from hetdpt.flow.recipes import recipe
 from hetdpt.measurement.agreement import measure_damage

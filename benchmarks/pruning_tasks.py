@@ -30,9 +30,9 @@ from hetdpt.adapters.preprocessing import preprocessing_of
 from hetdpt.core.plan import Budget, Plan
 from hetdpt.core.randomness import seeded
 from hetdpt.data.batches import EvaluationBatches, TrainingBatches
+from hetdpt.data.fixed_batches import ImageBatches
 from hetdpt.data.sources import Data, Source, open_data
 from hetdpt.data.subset import Subset
-from hetdpt.data.unlabelled import ImageBatches
 from hetdpt.flow.recipes import quick
 from hetdpt.measurement.accuracy import measure_accuracy
 from hetdpt.selection.damage import choose, damage_of_each

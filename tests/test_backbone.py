@@ -23,8 +23,7 @@ from hetdpt.export.features import as_features
 from hetdpt.measurement.costs import count_macs
 from hetdpt.surgery.calibrate import calibrate_
 from hetdpt.surgery.remove import record_of, resize_
-from hetdpt.tasks.backbone import Backbone
-from hetdpt.tasks.pyramid import ChannelNorm, SimplePyramid
+from hetdpt.tasks.backbone import Backbone, ChannelNorm, SimplePyramid
 
 ROUNDING = 2e-6  # of the largest value: float32 rounding of one merged matrix, through three blocks
 SWIN = named("swin_tiny_patch4_window7_224")

@@ -25,8 +25,8 @@ import hetdpt
 from hetdpt.adapters.preprocessing import preprocessing_of
 from hetdpt.core.errors import FileError, PredictError
 from hetdpt.core.plan import Budget, Plan
+from hetdpt.data.fixed_batches import ImageBatches
 from hetdpt.data.sources import open_data
-from hetdpt.data.unlabelled import ImageBatches
 from hetdpt.flow.collection import work
 from hetdpt.flow.collection.collect import collect_into, read_run, recheck_into
 from hetdpt.flow.collection.work import SampleDone, Workplace

@@ -27,10 +27,9 @@ import hetdpt
 from hetdpt.adapters.preprocessing import preprocessing_of
 from hetdpt.core.errors import DataError, FileError, PlanError, PredictError
 from hetdpt.core.plan import Budget, Sample
-from hetdpt.data.held_out import hold_out
+from hetdpt.data.fixed_batches import ImageBatches
 from hetdpt.data.sources import Data, open_data
 from hetdpt.data.subset import subset
-from hetdpt.data.unlabelled import ImageBatches
 from hetdpt.flow.collection.work import SampleDone as Sampled
 from hetdpt.flow.collection.work import Workplace
 from hetdpt.flow.comparison import work as compare_work

@@ -28,9 +28,8 @@ from hetdpt.core.errors import DataError
 from hetdpt.core.randomness import seeded
 from hetdpt.data.augmentation import Augmentation, evaluation_transform, training_transform
 from hetdpt.data.batches import Batch, EvaluationBatches, Share, TrainingBatches
-from hetdpt.data.fit import check_classes
-from hetdpt.data.pictures import prepared
-from hetdpt.data.sources import Source, open_data
+from hetdpt.data.images import prepared
+from hetdpt.data.sources import Source, check_classes, open_data
 from hetdpt.data.streams import Stream
 from hetdpt.data.subset import balanced_order, subset
 from hetdpt.data.views import in_mode

@@ -11,7 +11,7 @@ import torch
 from test_detection import CLASSES, SMALL, corners, make
 from torch import Tensor
 
-from hetdpt.data.annotated import AnnotatedBatch
+from hetdpt.tasks.annotated import AnnotatedBatch
 from hetdpt.tasks.backbone import Backbone
 from hetdpt.tasks.detector import Detector, _anchors, _layout, _places, detect
 from hetdpt.tasks.hybrid import Answer, MatchedLoss, Weights, objects_per_process

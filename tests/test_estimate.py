@@ -18,8 +18,8 @@ import hetdpt
 from hetdpt.core.errors import DataError, PlanError, PredictError
 from hetdpt.core.modules import digest
 from hetdpt.core.plan import Budget
-from hetdpt.data.held_out import hold_out
 from hetdpt.data.sources import open_data
+from hetdpt.data.subset import hold_out
 from hetdpt.flow.collection.collect import collect_into
 from hetdpt.flow.collection.work import Workplace
 from hetdpt.flow.config import RunConfig

@@ -17,10 +17,9 @@ from torchvision.datasets.folder import default_loader
 
 from hetdpt.core.errors import DataError
 from hetdpt.data.augmentation import evaluation_transform
+from hetdpt.data.images import open_images, prepared
 from hetdpt.data.listed import decode_file
-from hetdpt.data.pictures import prepared
 from hetdpt.data.sources import open_data
-from hetdpt.data.unlabelled import open_images
 from hetdpt.tasks.boxes import open_boxes
 from hetdpt.tasks.masks import open_masks
 

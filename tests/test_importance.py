@@ -23,8 +23,8 @@ from hetdpt.adapters.preprocessing import preprocessing_of
 from hetdpt.core.errors import HetDPTError, PlanError
 from hetdpt.core.gates import Constant
 from hetdpt.core.plan import Budget, Plan, Site
+from hetdpt.data.fixed_batches import ImageBatches
 from hetdpt.data.sources import Data, open_data
-from hetdpt.data.unlabelled import ImageBatches
 from hetdpt.selection.damage import choose, damage_of_each
 from hetdpt.selection.importance import ImportanceSearch, Picked, Prior
 from hetdpt.selection.schedule import due, removal_order, stage_ends

@@ -30,9 +30,9 @@ from hetdpt.adapters.preprocessing import preprocessing_of
 from hetdpt.core.errors import DataError, FileError, PlanError, TrainError
 from hetdpt.core.plan import Plan, Site
 from hetdpt.data.batches import TrainingBatches
+from hetdpt.data.fixed_batches import ImageBatches
 from hetdpt.data.sources import open_data
 from hetdpt.data.subset import subset
-from hetdpt.data.unlabelled import ImageBatches
 from hetdpt.flow.collection.work import Workplace
 from hetdpt.flow.recipes import brief
 from hetdpt.report.observation import COLUMNS, draw

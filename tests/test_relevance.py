@@ -22,8 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import hetdpt
-from hetdpt.adapters.heads import logits_of
-from hetdpt.adapters.labels import class_names, find_class
+from hetdpt.adapters.heads import class_names, find_class, logits_of
 from hetdpt.adapters.maps import _MapWatch, look
 from hetdpt.adapters.models import unfuse_
 from hetdpt.adapters.preprocessing import preprocessing_of
@@ -32,7 +31,7 @@ from hetdpt.core.errors import DataError, FileError, HetDPTError, ModelError
 from hetdpt.core.modules import bytes_of
 from hetdpt.core.plan import Plan, Site
 from hetdpt.core.reductions import Tokens
-from hetdpt.data.pictures import as_seen, picture_files, prepared
+from hetdpt.data.images import as_seen, picture_files, prepared
 from hetdpt.reduce.tokens.reduce import reduce_tokens_
 from hetdpt.reduce.width.choice import Ratios
 from hetdpt.reduce.width.narrow import WidthConfig, narrow_

@@ -24,9 +24,9 @@ import hetdpt
 from hetdpt.adapters.preprocessing import Preprocessing
 from hetdpt.core.errors import DataError, TrainError
 from hetdpt.core.randomness import seeded
-from hetdpt.data.annotated import AnnotatedBatch, AnnotatedEvaluation, AnnotatedSource, AnnotatedTraining
 from hetdpt.export.saved import DEMO_DIRECTORY
 from hetdpt.tasks import shapes
+from hetdpt.tasks.annotated import AnnotatedBatch, AnnotatedEvaluation, AnnotatedSource, AnnotatedTraining
 from hetdpt.tasks.backbone import Backbone
 from hetdpt.tasks.learning import LearnConfig, build, learn
 from hetdpt.tasks.mask_views import MaskAugmentation
@@ -615,8 +615,8 @@ import sys, torch, torch.distributed as dist
 sys.path.insert(0, "tests")
 from pathlib import Path
 from test_segmentation import Told, WANTED, val_of
-from hetdpt.data.annotated import AnnotatedEvaluation
-from hetdpt.data.batch import Share
+from hetdpt.tasks.annotated import AnnotatedEvaluation
+from hetdpt.data.views import Share
 from hetdpt.tasks.masks import MaskView
 from hetdpt.tasks.overlap import measure_segmentation
 rank, folder = int(sys.argv[1]), Path(sys.argv[2])

@@ -27,9 +27,9 @@ import hetdpt
 from hetdpt.adapters.preprocessing import preprocessing_of
 from hetdpt.cli.tasks import _config
 from hetdpt.core.errors import DataError, FileError, TrainError
-from hetdpt.data.annotated import AnnotatedData, AnnotatedEvaluation, AnnotatedTraining
-from hetdpt.data.batch import Share
+from hetdpt.data.views import Share
 from hetdpt.surgery.remove import known
+from hetdpt.tasks.annotated import AnnotatedData, AnnotatedEvaluation, AnnotatedTraining
 from hetdpt.tasks.learning import LearnConfig, build, learn, score
 from hetdpt.tasks.model import TaskModel
 from hetdpt.tasks.run import learn_into

@@ -20,11 +20,11 @@ from hetdpt.adapters.heads import Classifier, logits_of, pair_of
 from hetdpt.core.errors import HetDPTError, ModelError, TrainError
 from hetdpt.core.modules import clone
 from hetdpt.core.plan import Plan
-from hetdpt.data.annotated import AnnotatedBatch
 from hetdpt.data.augmentation import Augmentation
 from hetdpt.data.batches import Batch
 from hetdpt.data.sources import open_data
 from hetdpt.surgery.remove import drop_paths, merge_, prune_
+from hetdpt.tasks.annotated import AnnotatedBatch
 from hetdpt.training.config import TrainConfig
 from hetdpt.training.objective import Distillation, Objective, OwnLoss
 from hetdpt.training.processes import start

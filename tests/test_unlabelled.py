@@ -11,10 +11,11 @@ from test_data import WANTED, picture, unclosed, write_folder, write_shards
 from torch import Tensor
 
 from hetdpt.core.errors import DataError
-from hetdpt.data import unlabelled
+from hetdpt.data import fixed_batches
+from hetdpt.data.fixed_batches import ImageBatches
+from hetdpt.data.images import open_images
 from hetdpt.data.sources import Source
 from hetdpt.data.streams import Stream
-from hetdpt.data.unlabelled import ImageBatches, open_images
 
 
 def write(folder: Path, *names: str) -> Path:
@@ -146,7 +147,7 @@ def test_large_ones_are_read_again_also_when_left_in_the_middle(
     flat: Path, monkeypatch: pytest.MonkeyPatch, workers: int
 ) -> None:
     kept = joined(batches_of(flat, count=10))
-    monkeypatch.setattr(unlabelled, "KEPT", 4 * 10 * 3 * 16 * 16 - 1)
+    monkeypatch.setattr(fixed_batches, "KEPT", 4 * 10 * 3 * 16 * 16 - 1)
     batches = batches_of(flat, count=10, workers=workers)
     next(iter(batches))
     assert torch.equal(joined(batches), kept)

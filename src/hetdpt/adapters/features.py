@@ -7,8 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hetdpt.adapters.arguments import asking, takes
-from hetdpt.adapters.huggingface import is_hf
+from hetdpt.adapters.huggingface import asking, is_hf, takes
 from hetdpt.adapters.models import feature_class_of
 from hetdpt.core.errors import DataError, ModelError
 

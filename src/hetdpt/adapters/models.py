@@ -15,10 +15,9 @@ from typing import Any
 from torch import nn
 
 from hetdpt.adapters.allowed import LARGEST, require_allowed, settings_of
-from hetdpt.adapters.arguments import ask
 from hetdpt.adapters.checkpoints import load_weights
 from hetdpt.adapters.guard import few_modules, guarded, guarded_directory, require_own_weights
-from hetdpt.adapters.huggingface import find_class, import_transformers, is_hf, require_images, silent
+from hetdpt.adapters.huggingface import ask, find_class, import_transformers, is_hf, require_images, silent
 from hetdpt.core.errors import HetDPTError, ModelError, first_line
 from hetdpt.core.gates import Removed
 from hetdpt.store.atomic import parse_json

@@ -147,7 +147,8 @@ def apply(
     """Remove the layers of a plan, merge what became linear, and save the smaller model."""
     from hetdpt.adapters.preprocessing import preprocessing_of
     from hetdpt.core.modules import clone, find_device
-    from hetdpt.data.unlabelled import ImageBatches, open_images
+    from hetdpt.data.fixed_batches import ImageBatches
+    from hetdpt.data.images import open_images
     from hetdpt.export.saved import RECIPE, open_model, save
     from hetdpt.measurement.agreement import relative_difference
     from hetdpt.measurement.costs import Costs

@@ -61,7 +61,7 @@ def oneshot(
     """Remove the layers whose loss does the least damage, replaced by what fits them best; no labels, no training."""
     from hetdpt.core.modules import find_device
     from hetdpt.core.randomness import seeded
-    from hetdpt.data.unlabelled import open_images
+    from hetdpt.data.images import open_images
     from hetdpt.export.saved import RECIPE, open_model
     from hetdpt.flow.oneshot import oneshot_into, partial_of
     from hetdpt.selection.goal import OneShotConfig

@@ -19,9 +19,9 @@ from hetdpt.store.atomic import parse_json
 if TYPE_CHECKING:
     from torch import nn
 
+    from hetdpt.data.fixed_batches import ImageBatches
     from hetdpt.data.sources import Source
     from hetdpt.data.streams import Stream
-    from hetdpt.data.unlabelled import ImageBatches
     from hetdpt.selection.predictor.polynomial import Row
     from hetdpt.training.recover import RecoverConfig
 
@@ -146,7 +146,7 @@ def read_images(
 ) -> tuple[ImageBatches, ImageBatches]:
     """Return the images to fit on and others to judge by; the same ones, and a line that says so, where too few."""
     from hetdpt.adapters.preprocessing import preprocessing_of
-    from hetdpt.data.unlabelled import ImageBatches
+    from hetdpt.data.fixed_batches import ImageBatches
 
     prepared = preprocessing_of(network)
     batches = ImageBatches(source, prepared, count=counts[0], **options)

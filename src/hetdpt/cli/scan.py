@@ -58,7 +58,7 @@ def scan(
     """Show what each layer is worth: the damage of each way to remove it, and what it saves; no labels, no training."""
     from hetdpt.core.modules import find_device
     from hetdpt.core.randomness import seeded
-    from hetdpt.data.unlabelled import open_images
+    from hetdpt.data.images import open_images
     from hetdpt.export.saved import open_model
     from hetdpt.store.atomic import require_new
     from hetdpt.studies.scan import scan as scan_

@@ -38,7 +38,7 @@ from hetdpt.core.errors import FileError, ModelError, TrainError
 
 if TYPE_CHECKING:
     from hetdpt.core.plan import Plan
-    from hetdpt.data.annotated import AnnotatedData
+    from hetdpt.tasks.annotated import AnnotatedData
     from hetdpt.tasks.learning import LearnConfig
 
 PACKAGES = ("transformers", "torchmetrics", "pycocotools")

@@ -151,10 +151,9 @@ def _require_images(data: str | None, config: WidthConfig) -> None:
 def _batches(network: nn.Module, data: str, config: WidthConfig, where: dict[str, Any], reading: dict[str, int]) -> Any:
     from hetdpt.adapters.models import num_classes_of
     from hetdpt.adapters.preprocessing import preprocessing_of
-    from hetdpt.data.fit import check_classes
-    from hetdpt.data.labelled import LabelledBatches
-    from hetdpt.data.sources import open_data
-    from hetdpt.data.unlabelled import ImageBatches, open_images
+    from hetdpt.data.fixed_batches import ImageBatches, LabelledBatches
+    from hetdpt.data.images import open_images
+    from hetdpt.data.sources import check_classes, open_data
 
     wants = preprocessing_of(network)
     if config.importance != "taylor":
@@ -167,8 +166,7 @@ def _batches(network: nn.Module, data: str, config: WidthConfig, where: dict[str
 def _val(network: nn.Module, data: str, where: dict[str, Any]) -> Data | None:
     """Return the labelled images of the split val, if there are any whose classes are those of ``network``."""
     from hetdpt.adapters.models import num_classes_of
-    from hetdpt.data.fit import check_classes
-    from hetdpt.data.sources import open_data
+    from hetdpt.data.sources import check_classes, open_data
 
     try:
         opened = open_data(data, splits=("val",), **where)

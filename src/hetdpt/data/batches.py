@@ -13,11 +13,9 @@ import numpy as np
 from hetdpt.adapters.preprocessing import Preprocessing
 from hetdpt.core.errors import DataError
 from hetdpt.data.augmentation import Augmentation, evaluation_transform, training_transform
-from hetdpt.data.batch import NOTHING, Batch, Share
 from hetdpt.data.sources import Source
-from hetdpt.data.stream_batches import StreamEvaluation, StreamTraining
-from hetdpt.data.streams import Stream
-from hetdpt.data.views import Key, Labelled, Loader, Views
+from hetdpt.data.streams import Stream, StreamEvaluation, StreamTraining
+from hetdpt.data.views import NOTHING, Batch, Key, Labelled, Loader, Share, Views
 
 __all__ = ["Batch", "EvaluationBatches", "Share", "TrainingBatches"]
 

@@ -10,6 +10,7 @@ from PIL.Image import Image
 
 from hetdpt.core.errors import DataError
 from hetdpt.data.listed import Listed, decode
+from hetdpt.data.table import FORMS
 
 SPLITS = {"train": ("train", "training"), "val": ("val", "validation", "valid", "eval", "test")}
 """What a split may be called, the best name first."""
@@ -30,10 +31,13 @@ def choose_split(found: list[str], split: str, where: str) -> str:
     raise DataError(f"{where} has no {split} split: looked for {', '.join(SPLITS[split])}, found {shown or 'nothing'}")
 
 
-def open_folder(folder: Path, split: str) -> Listed:
-    """Return a split of ``folder``, with timm's order of classes and files."""
+def open_folder(name: str, split: str, root: Path | None, download: bool) -> Listed:
+    """Return a split of the folder ``name``, with timm's order of classes and files."""
     from timm.data.readers.reader_factory import create_reader
 
+    folder = (root or Path()) / name
+    if not folder.is_dir():
+        raise DataError(f"there is no folder {folder}; data is {FORMS}")
     found = _folders_in(folder)
     place = folder / choose_split(found, split, str(folder))
     others = [name for other in SPLITS if other != split for name in SPLITS[other] if name in found]

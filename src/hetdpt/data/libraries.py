@@ -1,4 +1,4 @@
-"""Datasets by name of other libraries: torchvision's and HuggingFace's, as timm reads them."""
+"""Datasets of other libraries: torchvision's and HuggingFace's, as timm reads them, and the digits of scikit-learn."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL.Image import Image
+import numpy.typing as npt
+from PIL import Image
 
 from hetdpt.core.errors import DataError, first_line
 from hetdpt.data.folders import choose_split
 from hetdpt.data.listed import Listed, decode
+from hetdpt.data.subset import balanced_order
 
 CACHE = Path("~/.cache/hetdpt/data")
 """Where torchvision's datasets lie if no root is given."""
@@ -36,7 +38,7 @@ def open_torch(name: str, split: str, root: Path | None, download: bool) -> List
     return Listed(names, labels, partial(_read_torch, dataset), f"image {{}} of torch/{name} {split}".format)
 
 
-def open_hfds(name: str, split: str, root: Path | None) -> Listed:
+def open_hfds(name: str, split: str, root: Path | None, download: bool) -> Listed:
     """Return a split of the HuggingFace dataset ``name``, a hub name or a folder; ``root`` is its cache."""
     try:
         import datasets
@@ -72,14 +74,36 @@ def _column(name: str, features: dict[str, Any], usual: str, kind: str) -> str:
     return found[0]
 
 
-def _read_torch(dataset: Any, index: int) -> Image:
-    image: Image = dataset[index][0]
+def _read_torch(dataset: Any, index: int) -> Image.Image:
+    image: Image.Image = dataset[index][0]
     return image
 
 
-def _read_hfds(reader: Any, index: int) -> Image:
+def _read_hfds(reader: Any, index: int) -> Image.Image:
     return decode(reader[index][0])
 
 
 def _name_hfds(reader: Any, where: str, index: int) -> str:
     return reader.filename(index) or f"image {index} of {where}"
+
+
+VAL_FRACTION = 0.2
+
+
+def open_digits(name: str, split: str, root: Path | None, download: bool) -> Listed:
+    """Return four fifths of each digit (``train``), or the others (``val``); always the same ones."""
+    from sklearn.datasets import load_digits
+
+    digits = load_digits()
+    labels: list[int] = digits.target.tolist()
+    order = balanced_order(labels, seed=0)
+    held_out = round(VAL_FRACTION * len(labels)) + 1  # 360 of 1,797: scikit-learn rounds up as well
+    chosen = sorted(order[:held_out] if split == "val" else order[held_out:])
+    pixels = np.round(digits.images[chosen] * (255 / 16)).astype(np.uint8)  # (N, 8, 8), of 0..16
+    names = tuple(str(name) for name in digits.target_names)
+    name_of = f"digit {{}} of demo {split}".format
+    return Listed(names, [labels[index] for index in chosen], partial(_image, pixels), name_of)
+
+
+def _image(pixels: npt.NDArray[np.uint8], index: int) -> Image.Image:
+    return Image.fromarray(pixels[index]).convert("RGB")

@@ -13,12 +13,8 @@ import numpy as np
 from PIL.Image import Image
 
 from hetdpt.core.errors import DataError
-from hetdpt.data.digits import open_digits
-from hetdpt.data.folders import open_folder
-from hetdpt.data.libraries import open_hfds, open_torch
-from hetdpt.data.streams import Stream, open_wds
-
-DEMO = "demo"
+from hetdpt.data.streams import Stream
+from hetdpt.data.table import source_of
 
 
 class Source(Protocol):
@@ -88,9 +84,8 @@ def open_data(
 ) -> Data:
     """Return the splits of the data called ``name``; ``splits`` are of ``train`` and ``val``.
 
-    ``name`` is a folder with train/ and val/, ``torch/cifar100`` and its like, ``hfds/`` and a dataset of HuggingFace,
-    ``wds/`` and a folder of webdataset shards, or ``demo``. ``root`` is where a library keeps its datasets, or the
-    folder from which a relative path counts; ``download`` lets torchvision fetch what is not there.
+    ``name`` is one of the forms in :mod:`hetdpt.data.table`. ``root`` is where a library keeps its datasets, or the
+    folder that a relative path starts from; ``download`` lets torchvision download missing data.
 
     >>> data = open_data("demo")
     >>> len(data.train), len(data.val), data.num_classes
@@ -98,29 +93,12 @@ def open_data(
     """
     if not splits or not set(splits) <= {"train", "val"}:
         raise DataError(f"the splits are train and val, not {', '.join(splits) or 'none'}")
-    opened = {split: _open(name, split, root, download) for split in splits}
+    row = source_of(name)
+    rest = name.removeprefix(row.prefix)
+    opened: dict[str, Source | Stream] = {split: row.open(rest, split, root, download) for split in splits}
     for split in opened.values():
         _check_same_classes(name, opened[splits[0]].classes, split.classes)
     return Data(name, opened.get("train"), opened.get("val"), opened[splits[0]].num_classes)
-
-
-def _open(name: str, split: str, root: Path | None, download: bool) -> Source | Stream:
-    scheme, _, rest = name.partition("/")
-    if name == DEMO:
-        return open_digits(split)
-    if scheme == "torch" and rest:
-        return open_torch(rest, split, root, download)
-    if scheme == "hfds" and rest:
-        return open_hfds(rest, split, root)
-    if scheme == "wds" and rest:
-        return open_wds(rest, split, root)
-    folder = (root or Path()) / name
-    if folder.is_dir():
-        return open_folder(folder, split)
-    raise DataError(
-        f"there is no folder {folder}; data is a folder with train/ and val/, torch/NAME, hfds/NAME, wds/FOLDER "
-        f"or {DEMO}"
-    )
 
 
 def _check_same_classes(name: str, one: tuple[str, ...], other: tuple[str, ...]) -> None:
@@ -129,4 +107,16 @@ def _check_same_classes(name: str, one: tuple[str, ...], other: tuple[str, ...])
         raise DataError(
             f"train and val of {name} do not have the same classes, for example {example!r}; labels must mean the "
             "same in both"
+        )
+
+
+def check_classes(data_classes: int, model_classes: int) -> None:
+    """Refuse data whose number of classes is not that of the model's head.
+
+    >>> check_classes(10, 10)
+    """
+    if data_classes != model_classes:
+        raise DataError(
+            f"the data has {data_classes} classes but the model's head has {model_classes}; build the model with "
+            f"--num-classes {data_classes} or give the data it was trained on"
         )

@@ -19,7 +19,7 @@ from pydantic import TypeAdapter, ValidationError
 from hetdpt.core.errors import HetDPTError, PlanError, PredictError, TrainError
 from hetdpt.core.plan import Plan
 from hetdpt.core.reductions import read_tokens
-from hetdpt.data.sources import DEMO
+from hetdpt.data.table import DEMO
 from hetdpt.flow.recipes import quick
 from hetdpt.flow.recipes import recipe as recipe_called
 from hetdpt.measurement.prices import Amount, Price, read_amount

@@ -15,8 +15,8 @@ from hetdpt.adapters.models import Base, build
 from hetdpt.adapters.preprocessing import PREPROCESSING, Preprocessing
 from hetdpt.core.randomness import seeded
 from hetdpt.data.augmentation import Augmentation
-from hetdpt.data.held_out import hold_out
 from hetdpt.data.sources import open_data
+from hetdpt.data.subset import hold_out
 from hetdpt.export.saved import DEMO, save
 from hetdpt.flow.config import RunConfig
 from hetdpt.flow.recipes import quick

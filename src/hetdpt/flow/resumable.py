@@ -19,8 +19,8 @@ from hetdpt.adapters.preprocessing import preprocessing_of
 from hetdpt.core.errors import FileError, HetDPTError, PlanError
 from hetdpt.core.modules import clone
 from hetdpt.core.plan import Budget, Plan
+from hetdpt.data.fixed_batches import ImageBatches
 from hetdpt.data.sources import Data, open_data
-from hetdpt.data.unlabelled import ImageBatches
 from hetdpt.export.saved import load, save
 from hetdpt.selection.importance import Picked
 from hetdpt.selection.select import SelectConfig, StageProgress, select

@@ -17,8 +17,7 @@ from hetdpt.adapters.preprocessing import preprocessing_of
 from hetdpt.core.errors import DataError
 from hetdpt.core.modules import evaluating, memory_advice
 from hetdpt.data.batches import EvaluationBatches, Share
-from hetdpt.data.fit import check_classes
-from hetdpt.data.sources import Data, open_data
+from hetdpt.data.sources import Data, check_classes, open_data
 from hetdpt.data.subset import subset
 from hetdpt.measurement.intervals import wilson_interval
 

@@ -19,8 +19,8 @@ from hetdpt.core.errors import PlanError
 from hetdpt.core.modules import checked, clone
 from hetdpt.core.plan import KINDS, Budget, Kind, Plan, Site
 from hetdpt.data.augmentation import Augmentation
+from hetdpt.data.fixed_batches import ImageBatches
 from hetdpt.data.sources import Data, open_data
-from hetdpt.data.unlabelled import ImageBatches
 from hetdpt.selection.damage import GreedyChoice, choose, damage_of_each
 from hetdpt.selection.entropy import greedy_order, require_offered, transfer_entropy
 from hetdpt.selection.importance import ImportanceSearch, Picked, Prior

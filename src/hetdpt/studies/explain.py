@@ -16,13 +16,13 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from hetdpt.adapters.labels import class_names, find_class
+from hetdpt.adapters.heads import class_names, find_class
 from hetdpt.adapters.preprocessing import preprocessing_of
 from hetdpt.core.errors import DataError, FileError, PlanError
 from hetdpt.core.modules import clone
 from hetdpt.core.plan import Plan
-from hetdpt.data.pictures import as_seen, picture_files, prepared
-from hetdpt.data.unlabelled import ImageBatches, open_images
+from hetdpt.data.fixed_batches import ImageBatches
+from hetdpt.data.images import as_seen, open_images, picture_files, prepared
 from hetdpt.report.panels import require_figure
 from hetdpt.report.relevance import Layer, Picture, draw, title
 from hetdpt.store.atomic import require_new, sha256, written

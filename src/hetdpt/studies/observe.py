@@ -26,8 +26,8 @@ from hetdpt.adapters.preprocessing import preprocessing_of
 from hetdpt.core.errors import DataError, PlanError
 from hetdpt.core.modules import clone, find_device
 from hetdpt.core.plan import KINDS, REMOVALS, Plan, Site
+from hetdpt.data.fixed_batches import ImageBatches
 from hetdpt.data.sources import Data, open_data
-from hetdpt.data.unlabelled import ImageBatches
 from hetdpt.flow.collection.work import CLAIMS, STEPS, Claimed, Workplace
 from hetdpt.measurement.accuracy import evaluate
 from hetdpt.report.observation import draw, spell, write_csv

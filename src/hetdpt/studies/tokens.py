@@ -26,8 +26,7 @@ from hetdpt.core.errors import DataError, MeasureError, ModelError, PlanError
 from hetdpt.core.modules import clone, find_device
 from hetdpt.core.plan import Budget, Measurement
 from hetdpt.core.reductions import Tokens
-from hetdpt.data.fit import check_classes
-from hetdpt.data.sources import Data, open_data
+from hetdpt.data.sources import Data, check_classes, open_data
 from hetdpt.data.subset import subset
 from hetdpt.flow.collection.work import CLAIMS, Workplace
 from hetdpt.measurement.accuracy import BATCH, evaluate

@@ -32,10 +32,9 @@ from hetdpt.adapters.preprocessing import preprocessing_of
 from hetdpt.core.errors import DataError, MeasureError, ModelError
 from hetdpt.core.modules import clone, find_device
 from hetdpt.core.plan import KINDS, Budget, Plan
-from hetdpt.data.held_out import hold_out
 from hetdpt.data.sources import Data, Source, open_data
 from hetdpt.data.streams import Stream
-from hetdpt.data.subset import Subset, subset
+from hetdpt.data.subset import Subset, hold_out, subset
 from hetdpt.export.saved import RECIPE, load, require_savable, save
 from hetdpt.flow.collection.work import CLAIMS, Workplace
 from hetdpt.flow.comparison.rows import RIGHT, UNREAD, WRONG, Difference, difference_of

@@ -18,10 +18,10 @@ from torch.nn import functional as F
 from torch.utils.hooks import RemovableHandle
 
 from hetdpt.adapters.anatomy import Handle, Layout, Parts, Survey, survey
-from hetdpt.adapters.attentions import keep_places_
 from hetdpt.adapters.branches import MULTIPLICATIONS
 from hetdpt.adapters.ffn import Ffn
 from hetdpt.adapters.models import input_size_of, set_size_
+from hetdpt.adapters.output_attentions import keep_places_
 from hetdpt.adapters.preprocessing import PREPROCESSING
 from hetdpt.adapters.trace import dry_run, trace
 from hetdpt.core.errors import ModelError, PlanError, first_line

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from hetdpt.core.errors import DataError
 from hetdpt.core.modules import memory_advice
-from hetdpt.data.annotated import AnnotatedEvaluation, AnnotatedSource
+from hetdpt.tasks.annotated import AnnotatedEvaluation, AnnotatedSource
 from hetdpt.tasks.boxes import Objects
 from hetdpt.tasks.detector import Detections, Detector, detect
 from hetdpt.tasks.model import of_all_processes

@@ -12,8 +12,8 @@ from PIL import Image
 from torch import Tensor
 
 from hetdpt.adapters.preprocessing import Preprocessing
-from hetdpt.data.annotated import Target
 from hetdpt.data.views import in_mode, mode_of
+from hetdpt.tasks.annotated import Target
 
 SCALES = (0.6, 1.6)
 """Least and largest side of a training image on the canvas, as a part of that in the evaluation."""

@@ -14,11 +14,11 @@ import numpy.typing as npt
 from PIL import Image
 
 from hetdpt.core.errors import DataError, first_line
-from hetdpt.data.annotated import AnnotatedData, AnnotatedSource
 from hetdpt.data.folders import SPLITS
 from hetdpt.data.listed import decode_file, hint_of_turning
 from hetdpt.store.atomic import parse_json
 from hetdpt.tasks import shapes
+from hetdpt.tasks.annotated import AnnotatedData, AnnotatedSource
 from hetdpt.tasks.box_views import BoxView, Objects
 
 __all__ = ["BoxView", "CocoBoxes", "Objects", "ShapeBoxes", "open_boxes"]

@@ -23,7 +23,7 @@ from transformers.models.deformable_detr.modeling_deformable_detr import (
 
 from hetdpt.core.errors import ModelError
 from hetdpt.core.modules import evaluating
-from hetdpt.data.annotated import AnnotatedBatch, Target
+from hetdpt.tasks.annotated import AnnotatedBatch, Target
 from hetdpt.tasks.backbone import Backbone
 from hetdpt.tasks.hybrid import Answer, MatchedLoss, Truth, Weights, apart, objects_per_process, repeated
 from hetdpt.tasks.model import TaskModel

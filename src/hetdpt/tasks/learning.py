@@ -14,11 +14,11 @@ from hetdpt.adapters.preprocessing import preprocessing_of
 from hetdpt.core.errors import DataError, TrainError
 from hetdpt.core.plan import Plan
 from hetdpt.core.randomness import seeded
-from hetdpt.data.annotated import AnnotatedData, AnnotatedEvaluation, AnnotatedTraining
-from hetdpt.data.batch import Share
+from hetdpt.data.views import Share
 from hetdpt.store.settings import changed
 from hetdpt.surgery.calibrate import calibrate_
 from hetdpt.surgery.remove import merge_, prune_
+from hetdpt.tasks.annotated import AnnotatedData, AnnotatedEvaluation, AnnotatedTraining
 from hetdpt.tasks.backbone import Backbone
 from hetdpt.tasks.model import TaskModel, TaskScores
 from hetdpt.tasks.table import task_called

@@ -14,8 +14,8 @@ from torch.nn import functional as F
 
 from hetdpt.adapters.preprocessing import Preprocessing
 from hetdpt.core.errors import DataError
-from hetdpt.data.annotated import Target
 from hetdpt.data.views import in_mode, mode_of
+from hetdpt.tasks.annotated import Target
 
 IGNORED = 255
 """Stands where no class counts: neither learned from nor scored."""

@@ -14,10 +14,10 @@ import numpy.typing as npt
 from PIL import Image
 
 from hetdpt.core.errors import DataError, first_line
-from hetdpt.data.annotated import AnnotatedData, AnnotatedSource
 from hetdpt.data.folders import EXTENSIONS, SPLITS
 from hetdpt.data.listed import decode_file, hint_of_turning
 from hetdpt.tasks import shapes
+from hetdpt.tasks.annotated import AnnotatedData, AnnotatedSource
 from hetdpt.tasks.mask_views import IGNORED, Mask, MaskView
 
 __all__ = ["IGNORED", "DrawnMasks", "MaskFiles", "MaskView", "open_masks"]

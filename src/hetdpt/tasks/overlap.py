@@ -13,7 +13,7 @@ from torchmetrics.functional.classification import multiclass_confusion_matrix
 
 from hetdpt.core.errors import DataError
 from hetdpt.core.modules import memory_advice
-from hetdpt.data.annotated import AnnotatedEvaluation, AnnotatedSource
+from hetdpt.tasks.annotated import AnnotatedEvaluation, AnnotatedSource
 from hetdpt.tasks.masks import IGNORED
 from hetdpt.tasks.model import of_all_processes
 from hetdpt.tasks.segmenter import segment

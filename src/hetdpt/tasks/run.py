@@ -13,11 +13,11 @@ from torch import nn
 from hetdpt.adapters.identity import fingerprint
 from hetdpt.core.modules import clone
 from hetdpt.core.plan import Plan
-from hetdpt.data.annotated import AnnotatedData
 from hetdpt.flow.resumable import CALIBRATION, due, keep, log, made_once
 from hetdpt.store.config_diff import flat
 from hetdpt.store.run_directory import Run
 from hetdpt.surgery.remove import place_
+from hetdpt.tasks.annotated import AnnotatedData
 from hetdpt.tasks.learning import LearnConfig, Learned, build, learn
 from hetdpt.tasks.model import TaskModel
 from hetdpt.tasks.saved import load_task, save_task

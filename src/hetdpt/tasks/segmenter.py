@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from hetdpt.core.errors import TrainError
 from hetdpt.core.modules import evaluating
-from hetdpt.data.annotated import AnnotatedBatch, Target
+from hetdpt.tasks.annotated import AnnotatedBatch, Target
 from hetdpt.tasks.backbone import Backbone
 from hetdpt.tasks.masks import IGNORED
 from hetdpt.tasks.model import TaskModel

@@ -8,7 +8,7 @@ from typing import Any
 
 from hetdpt.adapters.preprocessing import Preprocessing
 from hetdpt.core.errors import TrainError
-from hetdpt.data.annotated import AnnotatedData, Prepare
+from hetdpt.tasks.annotated import AnnotatedData, Prepare
 from hetdpt.tasks.average_precision import measure_detection
 from hetdpt.tasks.boxes import BoxView, open_boxes
 from hetdpt.tasks.detector import Detector, DetectorConfig

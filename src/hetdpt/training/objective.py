@@ -16,7 +16,6 @@ from hetdpt.adapters.heads import Classifier
 from hetdpt.adapters.models import num_classes_of
 from hetdpt.adapters.preprocessing import preprocessing_of
 from hetdpt.core.errors import TrainError
-from hetdpt.data.annotated import AnnotatedBatch
 from hetdpt.data.batches import Batch
 from hetdpt.training.config import TrainConfig
 
@@ -130,7 +129,7 @@ class OwnLoss:
     def __init__(self, student: nn.Module) -> None:
         self.student = self.module = student
 
-    def __call__(self, batch: AnnotatedBatch) -> Tensor:
+    def __call__(self, batch: Any) -> Tensor:
         """Return the loss of one batch, a scalar."""
         loss: Tensor = self.module(batch.images, batch.targets)
         return loss

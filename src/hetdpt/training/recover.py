@@ -18,8 +18,7 @@ from hetdpt.core.errors import TrainError
 from hetdpt.core.modules import memory_advice
 from hetdpt.data.augmentation import Augmentation
 from hetdpt.data.batches import EvaluationBatches, Share, TrainingBatches
-from hetdpt.data.fit import check_classes
-from hetdpt.data.sources import Data, open_data
+from hetdpt.data.sources import Data, check_classes, open_data
 from hetdpt.data.subset import require_part, subset
 from hetdpt.measurement.accuracy import measure_accuracy
 from hetdpt.store.settings import changed

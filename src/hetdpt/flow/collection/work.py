@@ -18,8 +18,8 @@ from torch import nn
 from hetdpt.adapters.preprocessing import preprocessing_of
 from hetdpt.core.errors import FileError, PredictError, TrainError
 from hetdpt.core.plan import Site
+from hetdpt.data.fixed_batches import ImageBatches
 from hetdpt.data.sources import Data
-from hetdpt.data.unlabelled import ImageBatches
 from hetdpt.export.saved import RECIPE, load, save
 from hetdpt.flow.collection.tree import DENSE, LETTERS, SampleNode, chain_of
 from hetdpt.measurement.accuracy import evaluate

@@ -29,8 +29,8 @@ from hetdpt.adapters.identity import fingerprint
 from hetdpt.core.errors import PlanError, PredictError
 from hetdpt.core.modules import clone, find_device
 from hetdpt.core.plan import Budget, Plan
-from hetdpt.data.held_out import hold_out
 from hetdpt.data.sources import Data, open_data
+from hetdpt.data.subset import hold_out
 from hetdpt.flow.collection.collect import collect_into
 from hetdpt.flow.collection.work import SampleDone as Sampled
 from hetdpt.flow.collection.work import Workplace

@@ -14,9 +14,9 @@ from hetdpt.core.errors import PlanError
 from hetdpt.core.modules import clone
 from hetdpt.core.plan import KINDS, Budget, Sample
 from hetdpt.core.reductions import read_tokens
-from hetdpt.data.held_out import hold_out
 from hetdpt.data.sources import Data
 from hetdpt.data.streams import Stream
+from hetdpt.data.subset import hold_out
 from hetdpt.flow.collection.collect import collect_into, read_samples
 from hetdpt.flow.collection.work import SampleDone
 from hetdpt.flow.config import RunConfig

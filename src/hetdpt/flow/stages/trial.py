@@ -26,9 +26,8 @@ from hetdpt.core.errors import DataError
 from hetdpt.core.modules import evaluating
 from hetdpt.core.plan import Kind, Plan, Site
 from hetdpt.data.batches import EvaluationBatches
-from hetdpt.data.labelled import LabelledBatches
+from hetdpt.data.fixed_batches import ImageBatches, LabelledBatches
 from hetdpt.data.sources import Data
-from hetdpt.data.unlabelled import ImageBatches
 from hetdpt.export.saved import load, save
 from hetdpt.flow.config import RunConfig
 from hetdpt.measurement.accuracy import BATCH

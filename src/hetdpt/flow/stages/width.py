@@ -15,7 +15,7 @@ from torch import nn
 from hetdpt.adapters.preprocessing import preprocessing_of
 from hetdpt.core.errors import PlanError
 from hetdpt.core.plan import KINDS, Budget, Plan
-from hetdpt.data.labelled import LabelledBatches
+from hetdpt.data.fixed_batches import LabelledBatches
 from hetdpt.data.sources import Data
 from hetdpt.export.saved import RECIPE, load, save
 from hetdpt.flow.config import RunConfig

@@ -1,74 +1,23 @@
-"""Images without labels, for what only looks at a model's own answers: any folder of images, or the split ``train``."""
+"""A fixed choice of images, prepared as for an evaluation: the same ones every time, with labels or without."""
 
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterator
-from functools import partial
-from pathlib import Path
+from itertools import islice
 
 import torch
-from PIL.Image import Image
 from torch import Tensor
 
 from hetdpt.adapters.preprocessing import Preprocessing
 from hetdpt.core.errors import DataError
-from hetdpt.data.batch import NOTHING
 from hetdpt.data.batches import EvaluationBatches
-from hetdpt.data.folders import EXTENSIONS, SPLITS
-from hetdpt.data.listed import Listed, decode
-from hetdpt.data.sources import DEMO, Source, open_data
+from hetdpt.data.sources import Source
 from hetdpt.data.streams import Stream
-from hetdpt.data.subset import Subset, balanced_order
+from hetdpt.data.subset import Subset, balanced_order, subset
+from hetdpt.data.views import NOTHING
 
 KEPT = 1 << 30  # bytes of prepared images that are kept for the next time
-SCHEMES = ("torch", "hfds", "wds")
-
-
-def open_images(name: str, *, root: Path | None = None, download: bool = False) -> Source | Stream:
-    """Return the images of the data called ``name``: those of its split ``train`` or, of a folder, all that are in it.
-
-    For the names see ``open_data``. Folders inside a folder count as classes, but need not: neither must they be the
-    same in all splits, nor must there be any.
-    """
-    folder = (root or Path()) / name
-    is_folder = name != DEMO and name.partition("/")[0] not in SCHEMES and folder.is_dir()
-    if not is_folder:
-        split = open_data(name, splits=("train",), root=root, download=download).train
-        assert split is not None
-        return split
-    files = images_in(folder)
-    folders = [str(Path(file).parent) for file in files]
-    classes = sorted(set(folders))
-    numbers = {inner: number for number, inner in enumerate(classes)}
-    return Listed(tuple(classes), [numbers[inner] for inner in folders], partial(_read, files), partial(_name, files))
-
-
-def images_in(folder: Path) -> list[str]:
-    """Return the images in ``folder``, or in its split ``train`` if it has one, by name; ``DataError`` without any."""
-    place = next((folder / split for split in SPLITS["train"] if (folder / split).is_dir()), folder)
-    files = sorted(_images_below(place))
-    if not files:
-        raise DataError(f"{place} has no images; files that end in {', '.join(EXTENSIONS)} were expected")
-    return files
-
-
-def _images_below(folder: Path) -> Iterator[str]:
-    """Yield the images in ``folder`` and the folders in it, links too; hidden ones are passed over."""
-    for place, folders, files in os.walk(folder, followlinks=True):
-        folders[:] = [inner for inner in folders if not inner.startswith(".")]
-        for file in files:
-            if file.lower().endswith(EXTENSIONS) and not file.startswith("."):
-                yield str(Path(place) / file)
-
-
-def _read(files: list[str], index: int) -> Image:
-    return decode(Path(files[index]).open("rb"))
-
-
-def _name(files: list[str], index: int) -> str:
-    return files[index]
 
 
 class ImageBatches:
@@ -140,3 +89,36 @@ class ImageBatches:
                 yield images
             if not left:
                 return
+
+
+class LabelledBatches:
+    """Batches (images (B, C, H, W), labels (B,)) of ``count`` images or, if there are fewer, of all.
+
+    The classes have their part of them. Of a stream they are the first ones. Images that cannot be read are left out.
+    """
+
+    def __init__(
+        self,
+        source: Source | Stream | None,
+        preprocessing: Preprocessing,
+        *,
+        count: int,
+        batch_size: int = 32,
+        seed: int = 0,
+        workers: int = 0,
+    ) -> None:
+        if source is None:
+            raise DataError("training images with labels were expected; open the data with the split train")
+        if not isinstance(source, Stream):
+            source = subset(source, fraction=min(1.0, count / len(source)), seed=seed)
+        batch_size = min(batch_size, count)
+        self._batches = EvaluationBatches(source, preprocessing, batch_size=batch_size, workers=workers)
+        self._length = min(len(self._batches), -(-count // batch_size))
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for batch in islice(self._batches, self._length):
+            is_read = batch.targets >= 0
+            yield batch.images[is_read], batch.targets[is_read]

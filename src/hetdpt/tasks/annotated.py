@@ -12,9 +12,8 @@ from torch import Tensor
 
 from hetdpt.adapters.preprocessing import Preprocessing
 from hetdpt.core.errors import DataError
-from hetdpt.data.batch import Share
 from hetdpt.data.batches import ALONE, check_numbers, order_of, parts_of, places_of, too_few
-from hetdpt.data.views import Key, Loader, Pictures, Views
+from hetdpt.data.views import Key, Loader, Pictures, Share, Views
 
 Target = Mapping[str, Tensor]
 """What is known of an image, by name: tensors only."""
