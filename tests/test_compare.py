@@ -29,7 +29,7 @@ from hetdpt.core.errors import DataError, FileError, PlanError, PredictError
 from hetdpt.core.plan import Budget, Sample
 from hetdpt.data.fixed_batches import ImageBatches
 from hetdpt.data.sources import Data, open_data
-from hetdpt.data.subset import subset
+from hetdpt.data.subset import hold_out, subset
 from hetdpt.flow.collection.work import SampleDone as Sampled
 from hetdpt.flow.collection.work import Workplace
 from hetdpt.flow.comparison import work as compare_work
