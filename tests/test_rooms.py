@@ -51,10 +51,7 @@ WITHOUT_TORCH = {"report"}
 WITHOUT_TORCH_TOO = {
     *(f"core/{name}.py" for name in ("plan", "goals", "reductions", "errors", "host", "published")),
     *(f"selection/predictor/{name}.py" for name in ("rows", "polynomial", "allocate")),
-    *(
-        f"store/{name}.py"
-        for name in ("atomic", "queue", "lock", "settings", "settings_file", "config_diff", "stage_directory")
-    ),
+    *(f"store/{name}.py" for name in ("atomic", "queue", "lock", "settings", "config_diff", "stage_directory")),
     "measurement/prices.py",
     "data/table.py",
 }

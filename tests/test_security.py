@@ -25,7 +25,7 @@ from test_training_cli import build
 import hetdpt
 from hetdpt.core.errors import FileError, HetDPTError, ModelError
 from hetdpt.store.atomic import read_sealed_json, write_sealed_json
-from hetdpt.store.settings_file import read_settings
+from hetdpt.store.settings import read_settings
 from hetdpt.store.stage_directory import STAGE, StageRecord, held, stage_directory
 
 run = test_cli.run  # the fixture

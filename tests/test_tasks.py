@@ -449,8 +449,8 @@ def test_other_classes_than_those_it_was_made_for_are_refused(place: Place, whol
         ({"training.smoothing": 0.5}, "mixup, cutmix and smoothing are of labels, which boxes and masks are not"),
         ({"size": (0, 32)}, r"the canvas is \(0, 32\); a height and a width above 0 were expected"),
         ({"pyramid": 0}, "the pyramid has 0 channels; 1 or more were expected"),
-        ({"head.widht": 8}, "there is no setting head.widht; the nearest is head.width"),
-        ({"head.width": "wide"}, "head.width is 'wide', but int was expected"),
+        ({"head.widht": 8}, "unknown setting head.widht; did you mean head.width"),
+        ({"head.width": "wide"}, "head.width is 'wide', but a whole number was expected"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(place: Place, settings: dict[str, Any], sentence: str) -> None:

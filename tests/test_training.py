@@ -414,9 +414,7 @@ def test_contradictions_of_distillation_are_refused(arguments: dict[str, Any], t
 def test_settings_by_name() -> None:
     config = SHORT.with_settings({"training.batch_size": 7, "training.mixup": 0.0, "drop_path": 0.2})
     assert (config.training.batch_size, config.drop_path) == (7, 0.2)
-    with pytest.raises(
-        TrainError, match="there is no setting training.weightdecay; the nearest is training.weight_decay"
-    ):
+    with pytest.raises(TrainError, match="unknown setting training.weightdecay; did you mean training.weight_decay"):
         SHORT.with_settings({"training.weightdecay": 1})
 
 

@@ -527,8 +527,8 @@ def test_weights_of_a_teacher_that_is_not_given(run: Run, home: Path, tmp_path: 
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        (("--set", "training.epochz=3"), "there is no setting training.epochz; the nearest is training.epochs"),
-        (("--set", "training=3"), "there is no setting training; the nearest is training.lr"),
+        (("--set", "training.epochz=3"), r"unknown setting training.epochz; did you mean training.epochs\?"),
+        (("--set", "training=3"), "training is 3, but it is a table of settings, such as training.epochs; set those"),
         (
             ("--set", "training.epochs"),
             "--set takes NAME=VALUE, such as training.weight_decay=0.05, not 'training.epochs'",

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from hetdpt.flow.collection.work import Workplace
     from hetdpt.flow.comparison.compare import CompareConfig, compare_into
     from hetdpt.flow.config import RunConfig
+    from hetdpt.flow.oneshot import oneshot_into
     from hetdpt.flow.pipeline import run
     from hetdpt.measurement.accuracy import Scores, evaluate
     from hetdpt.measurement.costs import count_macs, count_params
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from hetdpt.reduce.width.choice import Ratios
     from hetdpt.reduce.width.narrow import WidthConfig, narrow_, narrow_to
     from hetdpt.selection.entropy import transfer_entropy
+    from hetdpt.selection.goal import OneShotConfig
     from hetdpt.selection.methods import METHODS
     from hetdpt.selection.predictor.allocate import Allocation, Split, allocate, frontier
     from hetdpt.selection.predictor.polynomial import Predictor, fit_predictor
@@ -70,6 +72,7 @@ _HOMES = {
     "hetdpt.reduce.tokens.reduce": ("reduce_tokens_", "restore_tokens_"),
     "hetdpt.reduce.width.narrow": ("WidthConfig", "narrow_", "narrow_to"),
     "hetdpt.flow.config": ("RunConfig",),
+    "hetdpt.flow.oneshot": ("oneshot_into",),
     "hetdpt.data.augmentation": ("Augmentation",),
     "hetdpt.selection.entropy": ("transfer_entropy",),
     "hetdpt.core.errors": ("HetDPTError",),
@@ -100,6 +103,7 @@ _HOMES = {
     "hetdpt.studies.observe": ("ObserveConfig", "observe_into"),
     "hetdpt.studies.tokens": ("TokensConfig", "tokens_into"),
     "hetdpt.studies.transfer": ("TransferConfig", "transfer_into"),
+    "hetdpt.selection.goal": ("OneShotConfig",),
     "hetdpt.selection.methods": ("METHODS",),
     "hetdpt.selection.select": ("SelectConfig", "select"),
     "hetdpt.surgery.remove": ("gate_", "gates_of", "merge_", "prune_", "restore_", "sites"),
@@ -108,83 +112,7 @@ _HOMES = {
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 
-__all__ = [
-    "METHODS",
-    "Allocation",
-    "Augmentation",
-    "Backbone",
-    "Base",
-    "Budget",
-    "CollectConfig",
-    "CompareConfig",
-    "Distillation",
-    "HetDPTError",
-    "LearnConfig",
-    "Measurement",
-    "ObserveConfig",
-    "Plan",
-    "Predictor",
-    "Price",
-    "Prices",
-    "Ratios",
-    "RecoverConfig",
-    "Relevance",
-    "RunConfig",
-    "Sample",
-    "Scores",
-    "SelectConfig",
-    "Site",
-    "Split",
-    "Tokens",
-    "TokensConfig",
-    "TrainConfig",
-    "TransferConfig",
-    "WidthConfig",
-    "Workplace",
-    "allocate",
-    "as_features",
-    "calibrate_",
-    "collect_into",
-    "compare_into",
-    "count_macs",
-    "count_params",
-    "create",
-    "evaluate",
-    "explain",
-    "export_onnx",
-    "fit_predictor",
-    "frontier",
-    "gate_",
-    "gates_of",
-    "latency_table",
-    "learn_into",
-    "load",
-    "load_task",
-    "measure_prices",
-    "measure_throughput",
-    "merge_",
-    "narrow_",
-    "narrow_to",
-    "observe_into",
-    "prune_",
-    "published_plan",
-    "published_plans",
-    "push_to_hub",
-    "recheck_into",
-    "recover",
-    "reduce_tokens_",
-    "restore_",
-    "restore_tokens_",
-    "run",
-    "save",
-    "save_task",
-    "scan",
-    "select",
-    "sites",
-    "tokens_into",
-    "transfer_entropy",
-    "transfer_into",
-]
+__all__ = sorted(_HOME_OF)
 
 torchvision_ops.install()
 

@@ -6,17 +6,13 @@ with dots where a file has tables: ``recovery.training.epochs``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
-from difflib import get_close_matches
-from functools import cache
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, is_dataclass, replace
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from types import NoneType
+from typing import Any, Literal
 
-from pydantic import TypeAdapter, ValidationError
-
-from hetdpt.core.errors import HetDPTError, PlanError, PredictError, TrainError
+from hetdpt.core.errors import PlanError, PredictError, TrainError
 from hetdpt.core.plan import Plan
 from hetdpt.core.reductions import read_tokens
 from hetdpt.data.table import DEMO
@@ -28,7 +24,7 @@ from hetdpt.selection.methods import METHODS, method_called
 from hetdpt.selection.predictor.allocate import Wanted
 from hetdpt.selection.predictor.samples import CollectConfig
 from hetdpt.selection.select import SelectConfig
-from hetdpt.store.settings_file import read_settings, write_yaml
+from hetdpt.store.settings import checked, made, read_settings, setting_types, spelled, write_yaml
 from hetdpt.store.stage_directory import STAGES
 from hetdpt.surgery.remove import Removal
 from hetdpt.training.recover import RecoverConfig
@@ -228,20 +224,20 @@ class RunConfig:
         >>> RunConfig.resolve(changes=changes).recovery.training.epochs
         2
         """
-        written = _flat(read_settings(Path(file))) if file is not None else {}
+        written = _by_name(read_settings(Path(file))) if file is not None else {}
         named = written.pop(RECIPE, None)
         if not isinstance(named, str | NoneType):
-            raise TrainError(f"{RECIPE} is {named!r}, but {_spell(str)} was expected")
+            raise TrainError(f"{RECIPE} is {named!r}, but {spelled(str)} was expected")
         begin = _settings_of(recipe or named or quick.__name__)
         if recipe is not None and begin.keys() <= written.keys():
             raise TrainError(f"{file} says all that the recipe {recipe} would say; leave one of them out")
-        given = written | _flat(changes or {})
+        given = written | _by_name(changes or {})
         missing = [name for name in NEEDED if given.get(name) is None]
-        values = {name: _checked(name, value) for name, value in given.items() if name not in missing}
+        types = setting_types(cls)
+        values = {name: checked(types, name, value, [RECIPE]) for name, value in given.items() if name not in missing}
         if missing:
             raise TrainError(f"a run needs {', '.join(missing)}; give it on the command line or in a file (--config)")
-        made: RunConfig = _made(cls, begin | values)
-        return made
+        return made(cls, begin | values)
 
     def to_yaml(self) -> str:
         """Return every setting as YAML, which ``resolve`` reads again."""
@@ -255,11 +251,12 @@ class RunConfig:
 
     def _settle(self) -> None:
         """Turn what stands for a value into it: texts for paths and numbers, lists for tuples; refuse other types."""
+        types = setting_types(type(self))
         for name, value in vars(self).items():
-            if name not in _tables():
-                object.__setattr__(self, name, _checked(name, value))
-            elif not isinstance(value, _tables()[name]):
-                raise TrainError(f"{name} is {value!r}, but a {_tables()[name].__name__} was expected")
+            if not is_dataclass(types[name]):
+                object.__setattr__(self, name, checked(types, name, value))
+            elif not isinstance(value, types[name]):
+                raise TrainError(f"{name} is {value!r}, but a {types[name].__name__} was expected")
         for name in ("macs", "params"):
             if isinstance(value := getattr(self, name), str):
                 amount = read_amount(name, value)
@@ -362,105 +359,20 @@ class RunConfig:
             raise TrainError("keep is 'ema', but recovery.training.ema_decay is 0: there is no average to keep; set it")
 
 
-@cache
-def _tables() -> dict[str, Any]:
-    """Return the types of the settings that have settings of their own, by name."""
-    return {name: kind for name, kind in _names(RunConfig) if is_dataclass(kind)}
-
-
-@cache
-def _leaves() -> dict[str, Any]:
-    """Return the types of all other settings, by name."""
-    return {name: kind for name, kind in _names(RunConfig) if not is_dataclass(kind)}
-
-
-def _names(kind: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    hints = get_type_hints(kind)
-    for one in fields(kind):
-        name, inner = f"{prefix}{one.name}", hints[one.name]
-        yield name, inner
-        if is_dataclass(inner):
-            yield from _names(inner, f"{name}.")
-
-
 def _settings_of(name: str) -> dict[str, Any]:
-    """Return what the recipe of that name says, by the names of settings."""
+    """Return the settings of the recipe of that name, by name."""
     row = recipe_called(name)
     parts = {"collection": asdict(row.collection), "search": asdict(row.search), "recovery": asdict(row.config)}
-    return _flat({**parts, "removal": row.removal, "candidates": row.candidates, "explores": row.explores})
+    return _by_name({**parts, "removal": row.removal, "candidates": row.candidates, "explores": row.explores})
 
 
-def _made(kind: Any, values: Mapping[str, Any], prefix: str = "") -> Any:
-    """Return a config of that ``kind`` from values by name; an error says in which table it is."""
-    given = {}
-    for one, hint in get_type_hints(kind).items():
-        name = f"{prefix}{one}"
-        if is_dataclass(hint):
-            given[one] = _made(hint, values, f"{name}.")
-        elif name in values:
-            given[one] = values[name]
-    try:
-        return kind(**given)
-    except HetDPTError as error:
-        raise type(error)(f"{prefix.rstrip('.')}: {error}" if prefix else str(error)) from None
-
-
-def _checked(name: str, value: Any) -> Any:
-    """Return ``value`` as the setting ``name`` has it; ``TrainError`` where there is none such, or of another type."""
-    if name in _tables():
-        inside = next(leaf for leaf in _leaves() if leaf.startswith(f"{name}."))
-        raise TrainError(f"{name} is {value!r}, but it has settings of its own, such as {inside}; name those")
-    if name not in _leaves():
-        raise TrainError(f"there is no setting {name}; the nearest is {' or '.join(_nearest(name))}")
-    kind = _leaves()[name]
-    kinds, stands = get_args(kind) or (kind,), value
-    if isinstance(value, list):
-        stands = tuple(value)
-    elif Path in kinds and isinstance(value, str):
-        stands = Path(value)
-    elif kind is str and isinstance(value, Path):
-        stands = str(value)
-    try:
-        return TypeAdapter(kind).validate_python(stands, strict=True)
-    except ValidationError:
-        raise TrainError(f"{name} is {value!r}, but {_spell(kind)} was expected") from None
-
-
-def _nearest(name: str) -> list[str]:
-    """Return what was probably meant: settings that end so, or that are in the same table further down, or alike."""
-    known, (first, _, last) = [*_leaves(), *_tables(), RECIPE], name.partition(".")
-    same = [one for one in known if one.endswith(f".{name}")]
-    below = [one for one in known if one.startswith(f"{first}.") and one.endswith(f".{last}")]
-    return same or below or get_close_matches(name, known, 1, 0) or known[:1]
-
-
-def _spell(kind: Any) -> str:
-    """Return what values of a type are called.
-
-    >>> _spell(int | None), _spell(tuple[float, float]), _spell(Literal["all", "te"])
-    ('a whole number or null', 'a list (a number, a number)', "'all' or 'te'")
-    """
-    names = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", Path: "a path"}
-    if kind in names:
-        return names[kind]
-    parts = get_args(kind)
-    if get_origin(kind) is Literal:
-        return " or ".join(map(repr, parts))
-    if get_origin(kind) is tuple:
-        many = "..." if Ellipsis in parts else ""
-        return f"a list ({', '.join(_spell(part) for part in parts if part is not Ellipsis)}{many})"
-    if isinstance(kind, UnionType):
-        return " or ".join(_spell(part) for part in parts)
-    return "null"
-
-
-def _flat(tree: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the values of tables within tables, by names with dots."""
+def _by_name(tree: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the values of tables within tables by name; a table that is empty, or null in a file, says nothing."""
     found: dict[str, Any] = {}
     for key, value in tree.items():
         name = f"{prefix}{key}"
         if isinstance(value, dict) and value:
-            found |= _flat(value, f"{name}.")
-        elif name not in _tables() or value not in (None, {}):
+            found |= _by_name(value, f"{name}.")
+        elif not (is_dataclass(setting_types(RunConfig).get(name)) and value in (None, {})):
             found[name] = value
     return found

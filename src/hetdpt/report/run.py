@@ -15,7 +15,7 @@ from hetdpt.core.errors import FileError
 from hetdpt.core.plan import Kind
 from hetdpt.report.results import Results, SummaryResult
 from hetdpt.store.config_diff import read_json
-from hetdpt.store.settings_file import read_settings
+from hetdpt.store.settings import read_settings
 from hetdpt.store.stage_directory import CONFIG, STAGE, STAGES, SUMMARY, StageRecord, read_flow, read_stages
 
 GOALS = ("layers", "speedup", "macs", "params")
