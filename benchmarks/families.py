@@ -35,7 +35,7 @@ from hetdpt.adapters.trace import trace
 from hetdpt.core.errors import ModelError
 from hetdpt.export.saved import versions
 from hetdpt.measurement.agreement import outputs_of
-from hetdpt.surgery.remove import record_of
+from hetdpt.surgery.record import record_of
 
 Size = tuple[int, int, int]
 

@@ -38,8 +38,9 @@ from hetdpt.export.saved import versions
 from hetdpt.measurement.agreement import measure_damage
 from hetdpt.selection.damage import choose
 from hetdpt.surgery.calibrate import calibrate_, fit_sites, replaced
-from hetdpt.surgery.prefix_cache import MEMORY, Probe, Scan
-from hetdpt.surgery.remove import merge_, ready, without
+from hetdpt.surgery.merge import merge_
+from hetdpt.surgery.prefix_cache import MEMORY, CachedVariants, Probe
+from hetdpt.surgery.remove import ready, without
 
 DATA = Path(__file__).parents[2] / "shared" / "data"
 MODEL, SIZE = "vit_tiny_patch16_224", (3, 224, 224)
@@ -85,7 +86,7 @@ def by_site(bench: Bench) -> dict[str, Any]:
         for site in offered
         for style in STYLES[site.kind]
     }
-    scan = Scan(base, variants, Probe(), bench.val[0][0], MEMORY)
+    scan = CachedVariants(base, variants, Probe(), bench.val[0][0], MEMORY)
     right = dict.fromkeys((None, *variants), 0)
     for number, (images, targets) in enumerate(bench.val, 1):
         for key, answers in scan.answers(images):

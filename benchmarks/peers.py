@@ -44,7 +44,8 @@ from hetdpt.measurement.intervals import wilson_interval
 from hetdpt.selection.damage import choose
 from hetdpt.store.queue import Claim, work
 from hetdpt.surgery.calibrate import calibrate_
-from hetdpt.surgery.remove import merge_, ready, without
+from hetdpt.surgery.merge import merge_
+from hetdpt.surgery.remove import ready, without
 
 WORK = Path("runs/bench/peers")
 PARTS = ("one-shot", "recover", "speed")

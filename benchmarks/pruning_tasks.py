@@ -40,7 +40,7 @@ from hetdpt.selection.importance import ImportanceSearch
 from hetdpt.selection.predictor.samples import prune_next
 from hetdpt.selection.schedule import removal_order
 from hetdpt.surgery.calibrate import calibrate_, gate_fitted_
-from hetdpt.surgery.remove import survey_of
+from hetdpt.surgery.record import survey_of
 from hetdpt.training.objective import Objective
 from hetdpt.training.processes import start
 from hetdpt.training.recover import RecoverConfig

@@ -22,7 +22,8 @@ from hetdpt.core.plan import Plan
 from hetdpt.export.features import as_features
 from hetdpt.measurement.costs import count_macs
 from hetdpt.surgery.calibrate import calibrate_
-from hetdpt.surgery.remove import record_of, resize_
+from hetdpt.surgery.record import record_of
+from hetdpt.surgery.resize import resize_
 from hetdpt.tasks.backbone import Backbone, ChannelNorm, SimplePyramid
 
 ROUNDING = 2e-6  # of the largest value: float32 rounding of one merged matrix, through three blocks

@@ -20,7 +20,10 @@ from hetdpt.core.gates import Constant, Mapped
 from hetdpt.core.plan import Plan
 from hetdpt.measurement.agreement import outputs_of
 from hetdpt.surgery.calibrate import calibrate_, fit_sites, gate_fitted_, replaced
-from hetdpt.surgery.remove import gates_by_site, known, place_, place_of, ready, record_of
+from hetdpt.surgery.gate import gates_by_site
+from hetdpt.surgery.record import record_of, require_record
+from hetdpt.surgery.remove import place_, ready
+from hetdpt.surgery.replacement import place_of
 
 ROUNDING = 2e-5  # of the largest output, as in the contract suite
 SCALED = 0.1  # of the largest output: before LayerScale channels weigh otherwise in the fit
@@ -689,7 +692,7 @@ def closed_gate_is_the_calibrated_removal(family: Family, removal: tuple[str, st
     assert torch.equal(run(model, batches[0]), dense)
     gates = gates_by_site(model)
     assert len(gates) == family.attention + family.activation
-    handles = {handle.site: handle for handle in known(model).survey.handles}
+    handles = {handle.site: handle for handle in require_record(model).survey.handles}
     for site in [*gates][:3]:
         gates[site].is_open = False
         alone = calibrate_(family.build(), Plan(**{site.kind: (site.block,)}, removal=removal), batches)

@@ -36,7 +36,7 @@ from hetdpt.measurement.prices import Prices
 from hetdpt.selection.predictor.samples import CollectConfig, SampleStep, fine_tune, prune_next
 from hetdpt.store.atomic import kept_json
 from hetdpt.store.run_directory import share
-from hetdpt.surgery.remove import known
+from hetdpt.surgery.record import require_record
 from hetdpt.training.recover import RecoverConfig
 
 run = test_cli.run  # the fixture
@@ -141,8 +141,8 @@ def test_a_chain_is_prune_fine_tune_and_evaluate(whole: Path, dense: nn.Module) 
         accuracies = [accuracy for _, accuracy in fine_tune(student, dense, data, brief())]
         step = SampleStep.from_dict(found[key])
         assert (step.picks, [step.before, step.accuracy]) == ((pick,), accuracies)
-    assert known(student).plan.removal == "calibrated"
-    assert len(known(student).plan.attention) == 2
+    assert require_record(student).plan.removal == "calibrated"
+    assert len(require_record(student).plan.attention) == 2
     assert found["aa"]["accuracy"] != found["a"]["accuracy"]
 
 
@@ -153,8 +153,8 @@ def test_the_chain_inherits_the_weights(whole: Path, dense: nn.Module) -> None:
     images = ImageBatches(data.train, preprocessing_of(dense), count=24)
     student, _ = prune_next(hetdpt.load(whole / "steps" / "samples-a" / "last"), "attention", images)
     assert hetdpt.evaluate(student, "demo").top1 == found["aa"]["before"]
-    fresh = hetdpt.calibrate_(dense, Plan(attention=known(student).plan.attention), images)
-    assert relative_difference(student, fresh, known(student).survey.input_size, batch=8) > 1e-3
+    fresh = hetdpt.calibrate_(dense, Plan(attention=require_record(student).plan.attention), images)
+    assert relative_difference(student, fresh, require_record(student).survey.input_size, batch=8) > 1e-3
 
 
 @pytest.mark.parametrize("removal", ["plain", ("linear", "calibrated")])

@@ -15,7 +15,8 @@ import hetdpt
 from hetdpt.core.errors import ModelError
 from hetdpt.measurement.agreement import outputs_of
 from hetdpt.surgery.calibrate import gate_fitted_
-from hetdpt.surgery.remove import drop_paths, survey_of
+from hetdpt.surgery.record import survey_of
+from hetdpt.training.drop_paths import drop_paths
 
 ROUNDING = 2e-5  # of the largest output: float32 rounding of one merged matrix, through the batch norms of hybrids too
 

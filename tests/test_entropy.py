@@ -17,8 +17,8 @@ from hetdpt.core.modules import clone
 from hetdpt.core.plan import Plan, Site
 from hetdpt.measurement.agreement import outputs_of
 from hetdpt.selection.entropy import Spread, greedy_order, transfer_entropy
-from hetdpt.surgery.prefix_cache import MEMORY, Probe, Scan
-from hetdpt.surgery.remove import record_of
+from hetdpt.surgery.prefix_cache import MEMORY, CachedVariants, Probe
+from hetdpt.surgery.record import record_of
 
 SAME = 1e-9  # relative; the same operations run, so only the order of the float64 sums may differ
 
@@ -33,12 +33,12 @@ def without(model: nn.Module, *sites: Site, removal: Any = "plain") -> nn.Module
     return hetdpt.prune_(clone(model), Plan(**blocks, removal=removal))
 
 
-def scan_of(model: nn.Module, sites: Iterable[Site], images: Tensor, memory: int = MEMORY) -> Scan[Site]:
+def scan_of(model: nn.Module, sites: Iterable[Site], images: Tensor, memory: int = MEMORY) -> CachedVariants[Site]:
     """Return the scan over ``sites`` of a model that knows them."""
     record = record_of(model)
     assert record is not None
     variants = {site: without(model, site, removal=record.plan.removal) for site in sites}
-    return Scan(model, variants, Probe(), images, memory)
+    return CachedVariants(model, variants, Probe(), images, memory)
 
 
 @torch.no_grad()

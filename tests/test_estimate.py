@@ -29,7 +29,7 @@ from hetdpt.flow.stages import trial
 from hetdpt.flow.stages.estimate import Estimate, StageEstimate, estimate
 from hetdpt.selection.select import select
 from hetdpt.store.stage_directory import WORK, stage_directory
-from hetdpt.surgery.remove import gates_of
+from hetdpt.surgery.gate import gates_of
 
 BRIEF = {"training.batch_size": 8, "per_class": 4, "training.lr": 5e-4}
 DATA = open_data("demo")

@@ -30,7 +30,7 @@ from hetdpt.selection.importance import ImportanceSearch, Picked, Prior
 from hetdpt.selection.schedule import due, removal_order, stage_ends
 from hetdpt.selection.select import SelectConfig, usual_search
 from hetdpt.surgery.calibrate import gate_fitted_
-from hetdpt.surgery.remove import gates_by_site
+from hetdpt.surgery.gate import gates_by_site
 from hetdpt.training import trainer
 from hetdpt.training.recover import RecoverConfig, recover
 

@@ -26,7 +26,7 @@ from test_cli import SCRIPT, Run
 import hetdpt
 from hetdpt.core.errors import FileError, PlanError
 from hetdpt.core.plan import Plan
-from hetdpt.core.reductions import read_tokens
+from hetdpt.core.tokens import read_tokens
 from hetdpt.data.sources import open_data
 from hetdpt.flow.config import RunConfig
 from hetdpt.flow.pipeline import FLOW
@@ -39,7 +39,7 @@ from hetdpt.report.results import Candidate
 from hetdpt.store.atomic import keep_json
 from hetdpt.store.lock import alone, is_in_use
 from hetdpt.store.stage_directory import NOW, STAGES, StageRecord, begin, read_stages, stage_directory
-from hetdpt.surgery.remove import known
+from hetdpt.surgery.record import require_record
 
 run = test_cli.run  # the fixture
 SMALL = {"training.epochs": 1, "training.batch_size": 8, "training.lr": 5e-4, "per_class": 4}
@@ -432,7 +432,7 @@ class TestOtherWays:
         assert summary.budget == {"attention": 0, "activation": 0}
         assert 0.68 * summary.dense_params <= summary.params <= 0.7 * summary.dense_params
         model = hetdpt.load(tmp_path / "run" / "model")
-        assert known(model).tokens == read_tokens("tome:2")
+        assert require_record(model).tokens == read_tokens("tome:2")
         whole = hetdpt.restore_tokens_(hetdpt.load(tmp_path / "run" / "model"))
         assert Costs.of(whole, (3, 16, 16)).macs > summary.macs == Costs.of(model, (3, 16, 16)).macs
 

@@ -30,7 +30,7 @@ from hetdpt.adapters.windows import find_windows
 from hetdpt.core.errors import DataError, FileError, HetDPTError, ModelError
 from hetdpt.core.modules import bytes_of
 from hetdpt.core.plan import Plan, Site
-from hetdpt.core.reductions import Tokens
+from hetdpt.core.tokens import Tokens
 from hetdpt.data.images import as_seen, picture_files, prepared
 from hetdpt.reduce.tokens.reduce import reduce_tokens_
 from hetdpt.reduce.width.choice import Ratios
@@ -48,7 +48,10 @@ from hetdpt.studies.relevance import (
     ranks,
     rollout,
 )
-from hetdpt.surgery.remove import gate_, merge_, prune_, survey_of
+from hetdpt.surgery.gate import gate_
+from hetdpt.surgery.merge import merge_
+from hetdpt.surgery.record import survey_of
+from hetdpt.surgery.remove import prune_
 from hetdpt.tasks.backbone import Backbone
 
 run = test_cli.run  # the fixture

@@ -20,7 +20,7 @@ from hetdpt.core.modules import clone
 from hetdpt.core.plan import Plan
 from hetdpt.measurement.agreement import relative_difference
 from hetdpt.surgery.calibrate import gate_fitted_
-from hetdpt.surgery.remove import drop_paths
+from hetdpt.training.drop_paths import drop_paths
 
 PLAN = Plan(attention=(0, 2), activation=(1, 2))
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}  # one float32 rounding of a merged matrix
@@ -80,7 +80,7 @@ def test_layer_scale_and_norms_fold_away(label: str) -> None:
     before = hetdpt.count_params(model)
     merged = deepcopy(model)
     hetdpt.merge_(merged)
-    width = hetdpt.surgery.remove.survey_of(model).anatomy.width
+    width = hetdpt.surgery.record.survey_of(model).anatomy.width
     hidden = 2 * width if label.startswith("hf") else 4 * width
     ffn, one, scale = 2 * width * hidden + hidden + width, width * width + width, width
     assert before - hetdpt.count_params(merged) == ffn - one + scale

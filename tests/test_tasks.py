@@ -28,7 +28,7 @@ from hetdpt.adapters.preprocessing import preprocessing_of
 from hetdpt.cli.tasks import _config
 from hetdpt.core.errors import DataError, FileError, TrainError
 from hetdpt.data.views import Share
-from hetdpt.surgery.remove import known
+from hetdpt.surgery.record import require_record
 from hetdpt.tasks.annotated import AnnotatedData, AnnotatedEvaluation, AnnotatedTraining
 from hetdpt.tasks.learning import LearnConfig, build, learn, score
 from hetdpt.tasks.model import TaskModel
@@ -196,7 +196,7 @@ def test_the_loss_is_finite_and_reaches_every_weight(place: Place) -> None:
 def test_a_pruned_backbone_is_merged_and_no_longer_dense(place: Place) -> None:
     data, settings = place.open(), config(place.task)
     dense, pruned = build(backbone(), data, settings), build(backbone(), data, settings, plan=PLAN)
-    assert known(pruned.backbone.model).merged == (0,)
+    assert require_record(pruned.backbone.model).merged == (0,)
     assert not are_equal(dense, pruned)
     own = [{name: value for name, value in model.state_dict().items() if not name.startswith("backbone.model.")}
            for model in (dense, pruned)]  # fmt: skip
@@ -208,7 +208,7 @@ def test_saved_and_loaded_it_answers_bit_for_bit_the_same(place: Place, tmp_path
     loaded = load_task(save_task(model, tmp_path / "saved"))
     assert are_equal(model, loaded)
     assert (loaded.classes, loaded.config, loaded.size) == (model.classes, model.config, (SIDE, SIDE))
-    assert known(loaded.backbone.model).plan == known(model.backbone.model).plan
+    assert require_record(loaded.backbone.model).plan == require_record(model.backbone.model).plan
 
 
 @pytest.mark.parametrize("file", ["task.json", "head.safetensors", "backbone/model.safetensors"])
@@ -315,7 +315,7 @@ def test_begun_with_something_else_before_its_first_checkpoint_it_begins_anew(pl
     list(learn_into(tmp_path / "run", backbone(), place.open(), right, plan=PLAN, device="cpu"))
     model = load_task(tmp_path / "run" / "last").backbone
     assert model.channels[-1] == 16
-    assert (known(model.model).plan.attention, known(model.model).plan.activation) == ((1,), (0,))
+    assert (require_record(model.model).plan.attention, require_record(model.model).plan.activation) == ((1,), (0,))
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from hetdpt.adapters.models import build, unfuse_
 from hetdpt.core.errors import FileError, ModelError, PlanError
 from hetdpt.core.modules import digest
 from hetdpt.core.plan import Plan
-from hetdpt.core.reductions import TOKEN_PAPERS, Tokens
+from hetdpt.core.tokens import TOKEN_PAPERS, Tokens
 from hetdpt.export.saved import RECIPE
 from hetdpt.measurement.agreement import outputs_of
 from hetdpt.measurement.costs import count_macs
@@ -31,7 +31,9 @@ from hetdpt.reduce.tokens.reduce import TOKEN_METHODS, reduce_tokens_, restore_t
 from hetdpt.reduce.tokens.stream import AttentionRecord, TokenStream
 from hetdpt.reduce.tokens.tome import match, merge_alike
 from hetdpt.store.atomic import read_sealed_json, write_sealed_json
-from hetdpt.surgery.remove import merge_, place_, prune_, record_of
+from hetdpt.surgery.merge import merge_
+from hetdpt.surgery.record import record_of
+from hetdpt.surgery.remove import place_, prune_
 
 METHODS = sorted(TOKEN_METHODS)
 QUICK = ["vit_tiny_patch16_224", "deit_tiny_distilled_patch16_224", "vit_medium_patch16_reg4_gap_256"]

@@ -25,7 +25,7 @@ import hetdpt
 from hetdpt.core.errors import FileError, MeasureError, ModelError, PlanError
 from hetdpt.core.modules import clone
 from hetdpt.core.plan import Plan
-from hetdpt.core.reductions import Tokens
+from hetdpt.core.tokens import Tokens
 from hetdpt.data.sources import open_data
 from hetdpt.reduce.tokens.reduce import reduce_tokens_
 from hetdpt.report.tokens import draw

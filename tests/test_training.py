@@ -23,9 +23,11 @@ from hetdpt.core.plan import Plan
 from hetdpt.data.augmentation import Augmentation
 from hetdpt.data.batches import Batch
 from hetdpt.data.sources import open_data
-from hetdpt.surgery.remove import drop_paths, merge_, prune_
+from hetdpt.surgery.merge import merge_
+from hetdpt.surgery.remove import prune_
 from hetdpt.tasks.annotated import AnnotatedBatch
 from hetdpt.training.config import TrainConfig
+from hetdpt.training.drop_paths import drop_paths
 from hetdpt.training.objective import Distillation, Objective, OwnLoss
 from hetdpt.training.processes import start
 from hetdpt.training.recover import RecoverConfig, recover

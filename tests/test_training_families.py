@@ -14,8 +14,8 @@ from hetdpt.adapters.heads import logits_of, pair_of
 from hetdpt.adapters.models import num_classes_of
 from hetdpt.core.errors import ModelError
 from hetdpt.data.batches import Batch
-from hetdpt.surgery.remove import drop_paths
 from hetdpt.training.config import TrainConfig
+from hetdpt.training.drop_paths import drop_paths
 from hetdpt.training.objective import Distillation, Objective
 
 PLAIN = TrainConfig(mixup=0, cutmix=0, smoothing=0, ema_decay=0)

@@ -26,7 +26,7 @@ from hetdpt.adapters.models import Base, build
 from hetdpt.cli import app
 from hetdpt.core.errors import DataError, FileError, HetDPTError, ModelError, PlanError
 from hetdpt.core.plan import Plan
-from hetdpt.core.reductions import Tokens, Widths
+from hetdpt.core.tokens import Tokens
 from hetdpt.export.saved import RECIPE
 from hetdpt.measurement.costs import Costs, count_macs, count_params
 from hetdpt.reduce.tokens.reduce import reduce_tokens_
@@ -34,9 +34,12 @@ from hetdpt.reduce.width.choice import Kept, Ratios, choose
 from hetdpt.reduce.width.narrow import WidthConfig, WidthSurvey, narrow_, narrow_to
 from hetdpt.reduce.width.refit import Inputs, refit_, watching
 from hetdpt.reduce.width.scores import Heads, Hidden, Narrowable, sizes_of
-from hetdpt.reduce.width.shapes import reshape_, widths_of
+from hetdpt.reduce.width.shapes import Widths, reshape_, widths_of
 from hetdpt.surgery.calibrate import calibrate_
-from hetdpt.surgery.remove import gate_, known, merge_, place_, prune_, sites
+from hetdpt.surgery.gate import gate_
+from hetdpt.surgery.merge import merge_
+from hetdpt.surgery.record import require_record, sites
+from hetdpt.surgery.remove import place_, prune_
 
 PLAIN = WidthConfig(importance="l2", refits=False)
 ALL = Ratios(embedding=0.25, hidden=0.5, heads=0.34, head_dims=0.25)
@@ -707,7 +710,7 @@ def test_the_command_narrows_saves_and_tells(digits_model: Path, tmp_path: Path)
     assert f"hetdpt recover {out} --teacher MODEL" in " ".join(done.output.split())
     wide, narrow = (count_macs(merge_(hetdpt.load(path)), (3, 16, 16)) for path in (digits_model, out))
     assert narrow == pytest.approx(0.7 * wide, rel=0.02)
-    assert known(hetdpt.load(out)).plan.attention == (0,)
+    assert require_record(hetdpt.load(out)).plan.attention == (0,)
 
 
 def test_the_command_prints_json_and_needs_no_images_for_l2(digits_model: Path, tmp_path: Path) -> None:

@@ -14,7 +14,8 @@ import hetdpt
 from hetdpt.measurement.costs import Costs
 from hetdpt.reduce.width.choice import Ratios
 from hetdpt.reduce.width.narrow import WidthConfig, narrow_, narrow_to
-from hetdpt.surgery.remove import merge_, prune_
+from hetdpt.surgery.merge import merge_
+from hetdpt.surgery.remove import prune_
 
 pytestmark = pytest.mark.slow
 REFERENCE = Path(__file__).parent.parent / "benchmarks" / "reference" / "reference.json"

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from hetdpt.core.errors import HetDPTError
     from hetdpt.core.plan import Budget, Measurement, Plan, Sample, Site
     from hetdpt.core.published import published_plan, published_plans
-    from hetdpt.core.reductions import Tokens
+    from hetdpt.core.tokens import Tokens
     from hetdpt.data.augmentation import Augmentation
     from hetdpt.export.features import as_features
     from hetdpt.export.hub import push_to_hub
@@ -52,7 +52,10 @@ if TYPE_CHECKING:
     from hetdpt.studies.tokens import TokensConfig, tokens_into
     from hetdpt.studies.transfer import TransferConfig, transfer_into
     from hetdpt.surgery.calibrate import calibrate_
-    from hetdpt.surgery.remove import gate_, gates_of, merge_, prune_, restore_, sites
+    from hetdpt.surgery.gate import gate_, gates_of, restore_
+    from hetdpt.surgery.merge import merge_
+    from hetdpt.surgery.record import sites
+    from hetdpt.surgery.remove import prune_
     from hetdpt.tasks.backbone import Backbone
     from hetdpt.tasks.learning import LearnConfig
     from hetdpt.tasks.run import learn_into
@@ -98,7 +101,7 @@ _HOMES = {
     "hetdpt.selection.predictor.samples": ("CollectConfig",),
     "hetdpt.core.published": ("published_plan", "published_plans"),
     "hetdpt.training.recover": ("RecoverConfig", "recover"),
-    "hetdpt.core.reductions": ("Tokens",),
+    "hetdpt.core.tokens": ("Tokens",),
     "hetdpt.flow.comparison.compare": ("CompareConfig", "compare_into"),
     "hetdpt.studies.observe": ("ObserveConfig", "observe_into"),
     "hetdpt.studies.tokens": ("TokensConfig", "tokens_into"),
@@ -106,7 +109,10 @@ _HOMES = {
     "hetdpt.selection.goal": ("OneShotConfig",),
     "hetdpt.selection.methods": ("METHODS",),
     "hetdpt.selection.select": ("SelectConfig", "select"),
-    "hetdpt.surgery.remove": ("gate_", "gates_of", "merge_", "prune_", "restore_", "sites"),
+    "hetdpt.surgery.gate": ("gate_", "gates_of", "restore_"),
+    "hetdpt.surgery.merge": ("merge_",),
+    "hetdpt.surgery.record": ("sites",),
+    "hetdpt.surgery.remove": ("prune_",),
     "hetdpt.training.config": ("TrainConfig",),
     "hetdpt.training.objective": ("Distillation",),
 }

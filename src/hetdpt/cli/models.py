@@ -54,7 +54,9 @@ def inspect(
     from hetdpt.export.saved import open_model
     from hetdpt.measurement.costs import Costs
     from hetdpt.measurement.speed import latency_table
-    from hetdpt.surgery.remove import merge_, place_, sites, survey_of
+    from hetdpt.surgery.merge import merge_
+    from hetdpt.surgery.record import sites, survey_of
+    from hetdpt.surgery.remove import place_
 
     chosen, place = read_plan(plan) if plan else Plan(), find_device(device)
     network = open_model(model, weights=weights, num_classes=num_classes, img_size=img_size, is_empty=not latency)
@@ -104,7 +106,9 @@ def bench(
     from hetdpt.export.saved import open_model
     from hetdpt.measurement.costs import Costs
     from hetdpt.measurement.speed import measure_throughput
-    from hetdpt.surgery.remove import merge_, place_, survey_of
+    from hetdpt.surgery.merge import merge_
+    from hetdpt.surgery.record import survey_of
+    from hetdpt.surgery.remove import place_
 
     chosen = read_plan(plan)
     place = find_device(device)
@@ -154,7 +158,9 @@ def apply(
     from hetdpt.measurement.costs import Costs
     from hetdpt.store.atomic import require_new
     from hetdpt.surgery.calibrate import calibrate_
-    from hetdpt.surgery.remove import merge_, prune_, survey_of
+    from hetdpt.surgery.merge import merge_
+    from hetdpt.surgery.record import survey_of
+    from hetdpt.surgery.remove import prune_
 
     require_new(out, overwrite, RECIPE)
     chosen, place = with_removal(read_plan(plan), removal, "calibrated" if data else "plain"), find_device(device)

@@ -43,7 +43,7 @@ from hetdpt.core.plan import KINDS, Kind
 if TYPE_CHECKING:
     from hetdpt.studies.heterogeneity import Observations
     from hetdpt.studies.observe import Observed
-    from hetdpt.surgery.remove import Removal
+    from hetdpt.surgery.record import Removal
 
 
 def observe(

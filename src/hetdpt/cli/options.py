@@ -176,7 +176,7 @@ def read_rounds(text: str) -> tuple[int, int, int]:
 def read_samples(samples: Path, network: nn.Module) -> list[Row]:
     """Return the samples in a file or a directory of hetdpt collect; what is of another model is refused."""
     from hetdpt.flow.collection.collect import read_samples
-    from hetdpt.surgery.remove import survey_of
+    from hetdpt.surgery.record import survey_of
 
     return read_samples(samples, survey_of(network).anatomy.blocks)
 

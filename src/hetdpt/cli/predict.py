@@ -215,7 +215,7 @@ def _measure(model: str, sizes: dict[str, Any], place: dict[str, Any], blocks: i
     from hetdpt.core.modules import find_device
     from hetdpt.export.saved import open_model
     from hetdpt.selection.predictor.pricing import measure_prices
-    from hetdpt.surgery.remove import survey_of
+    from hetdpt.surgery.record import survey_of
 
     network = open_model(model, **sizes).to(find_device(place["device"]))
     found = survey_of(network).anatomy.blocks

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from hetdpt.selection.importance import Picked
-    from hetdpt.surgery.remove import Removal
+    from hetdpt.surgery.record import Removal
 
 NAMES = ", ".join(METHODS)
 Candidates = Annotated[

@@ -83,7 +83,8 @@ def width(
     from hetdpt.measurement.costs import Costs
     from hetdpt.reduce.width.narrow import WidthConfig, narrow_to
     from hetdpt.store.atomic import require_new
-    from hetdpt.surgery.remove import merge_, survey_of
+    from hetdpt.surgery.merge import merge_
+    from hetdpt.surgery.record import survey_of
 
     config = WidthConfig(
         importance=importance,  # type: ignore[arg-type]  # the config says what it may be

@@ -7,7 +7,7 @@ from torch import nn
 from hetdpt.adapters.models import Base
 from hetdpt.core.plan import Plan
 from hetdpt.measurement.costs import count_macs, count_params
-from hetdpt.surgery.remove import record_of
+from hetdpt.surgery.record import record_of
 
 LESS_WIDTH = "It has lost width as well: heads, hidden features or channels."
 

@@ -13,7 +13,9 @@ from hetdpt.adapters.models import BASE, SIZE, base_of, build
 from hetdpt.adapters.preprocessing import PREPROCESSING
 from hetdpt.core.errors import ModelError
 from hetdpt.core.modules import clone
-from hetdpt.surgery.remove import RECORD, Record, gates_of, record_of, resurvey
+from hetdpt.surgery.gate import gates_of
+from hetdpt.surgery.record import RECORD, Record, record_of
+from hetdpt.surgery.resize import resurvey
 
 
 def as_features(model: nn.Module, layers: Sequence[int] | int = 3) -> nn.Module:

@@ -16,7 +16,8 @@ from hetdpt.core.errors import FileError, ModelError, first_line
 from hetdpt.core.modules import clone, evaluating, random_images
 from hetdpt.measurement.agreement import outputs_of
 from hetdpt.store.atomic import require_new
-from hetdpt.surgery.remove import gates_of, record_of
+from hetdpt.surgery.gate import gates_of
+from hetdpt.surgery.record import record_of
 
 BATCHES = (1, 3)  # one is traced with neither, so the batch is shown to be dynamic
 REARRANGING = {"Expand", "Reshape", "Transpose", "Slice", "Squeeze", "Unsqueeze", "Identity"}

@@ -25,13 +25,17 @@ from hetdpt.adapters.timm_hub import timm_config
 from hetdpt.core.errors import FileError, HetDPTError, ModelError
 from hetdpt.core.modules import clone
 from hetdpt.core.plan import Plan
-from hetdpt.core.reductions import Tokens, Widths
+from hetdpt.core.tokens import Tokens
 from hetdpt.export.card import model_card
 from hetdpt.measurement.agreement import relative_difference
 from hetdpt.reduce.tokens.reduce import reduce_tokens_
-from hetdpt.reduce.width.shapes import reshape_, widths_of
+from hetdpt.reduce.width.shapes import Widths, reshape_, widths_of
 from hetdpt.store.atomic import new_directory, read_sealed_json, sha256, write_sealed_json
-from hetdpt.surgery.remove import gates_of, merge_blocks_, place_, record_of, resize_
+from hetdpt.surgery.gate import gates_of
+from hetdpt.surgery.merge import merge_blocks_
+from hetdpt.surgery.record import record_of
+from hetdpt.surgery.remove import place_
+from hetdpt.surgery.resize import resize_
 
 RECIPE, WEIGHTS, CARD, TIMM_CONFIG = "hetdpt.json", "model.safetensors", "README.md", "config.json"
 DEMO, DEMO_DIRECTORY = "demo", Path(__file__).parent / "demo_model"  # the model that comes with hetdpt

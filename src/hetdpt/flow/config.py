@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from hetdpt.core.errors import PlanError, PredictError, TrainError
 from hetdpt.core.plan import Plan
-from hetdpt.core.reductions import read_tokens
+from hetdpt.core.tokens import read_tokens
 from hetdpt.data.table import DEMO
 from hetdpt.flow.recipes import quick
 from hetdpt.flow.recipes import recipe as recipe_called
@@ -26,7 +26,7 @@ from hetdpt.selection.predictor.samples import CollectConfig
 from hetdpt.selection.select import SelectConfig
 from hetdpt.store.settings import checked, made, read_settings, setting_types, spelled, write_yaml
 from hetdpt.store.stage_directory import STAGES
-from hetdpt.surgery.remove import Removal
+from hetdpt.surgery.record import Removal
 from hetdpt.training.recover import RecoverConfig
 
 RECIPE = "recipe"  # the key of a file that names the settings to begin from
@@ -99,7 +99,7 @@ class RunConfig:
     depths: tuple[int, ...] | None = None
     """Numbers of layers to try with width for the rest; None for 0, a sixth, a third and half of those that can go."""
     tokens: str | None = None
-    """How tokens are reduced in the model at the end, such as ``tome:8``; see ``reductions.read_tokens``."""
+    """How tokens are reduced in the model at the end, such as ``tome:8``; see ``core.tokens.read_tokens``."""
     keep: Literal["last", "best", "ema"] = "last"
     """Which model of the fine-tuning is kept: ``best`` is chosen by the validation images that it is reported on."""
     onnx: bool = False

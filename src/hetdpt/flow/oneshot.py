@@ -30,7 +30,9 @@ from hetdpt.selection.goal import Goal, OneShotConfig
 from hetdpt.store.atomic import require_new
 from hetdpt.store.run_directory import Run
 from hetdpt.surgery.calibrate import calibrate_
-from hetdpt.surgery.remove import InputSize, known, merge_, prune_
+from hetdpt.surgery.merge import merge_
+from hetdpt.surgery.record import InputSize, require_record
+from hetdpt.surgery.remove import prune_
 
 PLAN_FILE, ONESHOT_FILE = "plan.json", "oneshot.json"
 ATTEMPTS = 3  # at a speedup, each with more layers than the one before
@@ -100,7 +102,7 @@ def oneshot_into(
             speed = measure_throughput(models, job.size, seconds=TIMING_SECONDS, progress=job.stage("timing"))
             if not chosen.wants_more(speed, config):
                 break
-        record = known(models["pruned"])
+        record = require_record(models["pruned"])
         found = OneShot(
             plan=record.plan,
             choices=tuple(chosen.choices),

@@ -22,7 +22,7 @@ from hetdpt.flow.stages.summary import RunSummary
 from hetdpt.flow.stages.task import DATA, MODEL, SAMPLES, Stage, StageTask, do, identities
 from hetdpt.flow.stages.width import balance, narrow
 from hetdpt.store.stage_directory import STAGES, Asked, held, is_as_before
-from hetdpt.surgery.remove import survey_of
+from hetdpt.surgery.record import survey_of
 from hetdpt.training.processes import Accelerator, start
 
 HOW = ("removal", "images")

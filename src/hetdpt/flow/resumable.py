@@ -29,7 +29,8 @@ from hetdpt.store.config_diff import flat
 from hetdpt.store.metrics import EPOCH
 from hetdpt.store.run_directory import Run
 from hetdpt.surgery.calibrate import calibrate_
-from hetdpt.surgery.remove import merge_, place_, prune_
+from hetdpt.surgery.merge import merge_
+from hetdpt.surgery.remove import place_, prune_
 from hetdpt.training.processes import Accelerator, start
 from hetdpt.training.recover import RecoverConfig, recover
 from hetdpt.training.trainer import Epoch, Progress

@@ -17,7 +17,9 @@ from hetdpt.adapters.models import input_size_of
 from hetdpt.core.errors import MeasureError
 from hetdpt.core.modules import evaluating, random_images
 from hetdpt.core.plan import Measurement, Site
-from hetdpt.surgery.remove import InputSize, Removal, merge_, ready, removable, survey_of, without
+from hetdpt.surgery.merge import merge_
+from hetdpt.surgery.record import InputSize, Removal, survey_of
+from hetdpt.surgery.remove import ready, removable, without
 
 Progress = Callable[[int, int], None]
 """Called with (steps done, steps in all)."""

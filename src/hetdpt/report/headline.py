@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hetdpt.core.reductions import Tokens
+from hetdpt.core.tokens import Tokens
 from hetdpt.report.results import Analysis, Balance, GoalResult, Measured, Merge, Narrowing, Selection, Speedup
 from hetdpt.report.run import RunRecord
 from hetdpt.report.words import (

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hetdpt.core.plan import Budget, Kind, Site
-from hetdpt.core.reductions import Tokens
+from hetdpt.core.tokens import Tokens
 from hetdpt.measurement.prices import Prices
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from hetdpt.core.reductions import Tokens
+from hetdpt.core.tokens import Tokens
 from hetdpt.report.results import (
     AllocationResult,
     Analysis,

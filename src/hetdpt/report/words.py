@@ -7,7 +7,7 @@ from math import isfinite
 from typing import Any
 
 from hetdpt.core.plan import Budget
-from hetdpt.core.reductions import Tokens
+from hetdpt.core.tokens import Tokens
 from hetdpt.report.results import Analysis, Measured
 
 NONE = "–"  # where there is no number

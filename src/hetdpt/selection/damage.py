@@ -20,8 +20,9 @@ from hetdpt.core.modules import Peeked, checked, clone, memory_advice, require_m
 from hetdpt.core.plan import Site
 from hetdpt.measurement.agreement import Damage
 from hetdpt.surgery.calibrate import variants_of
-from hetdpt.surgery.prefix_cache import MEMORY, Probe, Scan
-from hetdpt.surgery.remove import Removal, ready_for, removable
+from hetdpt.surgery.prefix_cache import MEMORY, CachedVariants, Probe
+from hetdpt.surgery.record import Removal
+from hetdpt.surgery.remove import ready_for, removable
 
 Progress = Callable[[int, int], None]
 """Called with (steps done, steps in all)."""
@@ -64,8 +65,8 @@ def choose(
     ``Damage``, relative to ``model`` as given, on the images of ``judge``, which default to ``batches``. Both are gone
     through in every step and should give the same images each time.
 
-    ``chosen`` are choices of an earlier call, to go on from. ``memory`` is that of ``variants.Scan``. ``progress`` is
-    called with (hundredths of steps done, in all), an estimate where gains differ.
+    ``chosen`` are the choices of an earlier call, from which to continue. ``memory`` is that of ``CachedVariants``.
+    ``progress`` is called with (hundredths of steps done, in all), an estimate where gains differ.
 
     >>> import hetdpt, timm
     >>> model = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=2, num_classes=10).eval()
@@ -159,12 +160,12 @@ class _Court:
         """
         found = {site: Damage.to(self.model) for site in variants}
         done, in_all = fits, fits + len(self.answers) * (1 + len(variants))
-        scan: Scan[Site] | None = None
+        scan: CachedVariants[Site] | None = None
         stream = checked(self.images, self.model, PURPOSE)
         for dense, mark, images in zip(self.answers, self.marks, stream, strict=True):
             _require_same(mark, images)
             with memory_advice(f"{len(images)} images at once do not fit in memory; give smaller batches or memory=0"):
-                scan = scan or Scan(current, variants, Probe(), images, self.memory)
+                scan = scan or CachedVariants(current, variants, Probe(), images, self.memory)
                 for site, answers in scan.answers(images):
                     if site is not None:
                         found[site].add(dense, answers)

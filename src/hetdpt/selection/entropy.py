@@ -18,8 +18,9 @@ from hetdpt.core.errors import DataError, ModelError, PlanError
 from hetdpt.core.modules import Peeked, memory_advice, require_more_than_once
 from hetdpt.core.plan import KINDS, Kind, Site
 from hetdpt.surgery.calibrate import is_fitted, variants_of
-from hetdpt.surgery.prefix_cache import MEMORY, Probe, ProbeName, Scan
-from hetdpt.surgery.remove import Removal, ready_for, removable
+from hetdpt.surgery.prefix_cache import MEMORY, CachedVariants, Probe, ProbeName
+from hetdpt.surgery.record import Removal
+from hetdpt.surgery.remove import ready_for, removable
 
 Progress = Callable[[int, int], None]
 """Called with (steps done, steps in all)."""
@@ -66,7 +67,7 @@ def transfer_entropy(
     if is_fitted(base):
         require_more_than_once(batches, "twice: to fit the replacements, and to compare")
     variants = variants_of(base, removable(base, sites), images)
-    scan = Scan(base, variants, Probe.of(probe, base, images.first, PURPOSE), images.first, memory)
+    scan = CachedVariants(base, variants, Probe.of(probe, base, images.first, PURPOSE), images.first, memory)
     dense, without = _entropies(scan, images, progress, length_hint(images))
     return {site: transfer(dense, entropy, signed) for site, entropy in without.items()}
 
@@ -99,7 +100,7 @@ def greedy_order(
     dense = nan
     for step, kind in enumerate(kinds, 1):
         variants = variants_of(pruned, [site for site in left if kind in (None, site.kind)], images)
-        scan = Scan(pruned, variants, looked_at, images.first, memory)
+        scan = CachedVariants(pruned, variants, looked_at, images.first, memory)
         entropy, without = _entropies(scan, images)
         dense = entropy if step == 1 else dense
         values = {site: transfer(dense, value, signed) for site, value in without.items()}
@@ -167,7 +168,7 @@ class Spread:
 
 
 def _entropies(
-    scan: Scan[Site], stream: Iterable[Tensor], progress: Progress | None = None, batches: int = 0
+    scan: CachedVariants[Site], stream: Iterable[Tensor], progress: Progress | None = None, batches: int = 0
 ) -> tuple[float, dict[Site, float]]:
     """Return H of the model, and H without each of the sites."""
     spreads: dict[Site | None, Spread] = {site: Spread() for site in (None, *scan.variants)}

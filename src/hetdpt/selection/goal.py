@@ -13,7 +13,8 @@ from hetdpt.core.errors import PlanError
 from hetdpt.core.modules import clone
 from hetdpt.core.plan import KINDS, Kind, Plan, Site
 from hetdpt.measurement.speed import latency_table
-from hetdpt.surgery.remove import InputSize, Removal, place_, removable
+from hetdpt.surgery.record import InputSize, Removal
+from hetdpt.surgery.remove import place_, removable
 
 Progress = Callable[[int, int], None]
 """Called with (steps done, steps in all)."""

@@ -26,7 +26,7 @@ from torch import nn
 from hetdpt.core.errors import PlanError
 from hetdpt.core.plan import Kind, Site
 from hetdpt.selection.schedule import due
-from hetdpt.surgery.remove import gates_by_site
+from hetdpt.surgery.gate import gates_by_site
 from hetdpt.training.trainer import State
 
 

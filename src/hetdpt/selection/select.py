@@ -27,7 +27,9 @@ from hetdpt.selection.importance import ImportanceSearch, Picked, Prior
 from hetdpt.selection.methods import Method, Score, method_called
 from hetdpt.selection.schedule import removal_order
 from hetdpt.surgery.calibrate import gate_fitted_, refit_gates_
-from hetdpt.surgery.remove import Removal, gates_by_site, known, place_, ready_for, removable
+from hetdpt.surgery.gate import gates_by_site
+from hetdpt.surgery.record import Removal, require_record
+from hetdpt.surgery.remove import place_, ready_for, removable
 from hetdpt.training.config import TrainConfig
 from hetdpt.training.objective import Distillation
 from hetdpt.training.processes import start
@@ -147,7 +149,7 @@ def select(
     task = _Task(model, opened, kinds, offered, config, images, device, workers, keeper, watch, progress)
     sites = SCORES[row.score](task)
     attention, activation = (tuple(site.block for site in sites if site.kind == kind) for kind in KINDS)
-    return Plan(attention, activation, config.removal, known(base).survey.anatomy)
+    return Plan(attention, activation, config.removal, require_record(base).survey.anatomy)
 
 
 def kinds_of(method: Method, budget: Budget | int) -> tuple[Kind | None, ...]:

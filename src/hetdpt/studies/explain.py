@@ -38,7 +38,8 @@ from hetdpt.studies.relevance import (
     require_classifier,
 )
 from hetdpt.surgery.calibrate import calibrate_
-from hetdpt.surgery.remove import prune_, record_of, sites
+from hetdpt.surgery.record import record_of, sites
+from hetdpt.surgery.remove import prune_
 
 MEASURES: dict[str, Literal["cosines", "ranks"]] = {"cosine": "cosines", "rank": "ranks"}
 """What is said of a pair of maps, and what ``Pair`` calls it."""

@@ -20,7 +20,9 @@ from hetdpt.core.plan import KINDS, Kind, Plan, Site
 from hetdpt.data.sources import Data
 from hetdpt.selection.predictor.samples import fine_tune
 from hetdpt.surgery.calibrate import calibrate_, gate_fitted_
-from hetdpt.surgery.remove import Removal, gates_by_site, prune_
+from hetdpt.surgery.gate import gates_by_site
+from hetdpt.surgery.record import Removal
+from hetdpt.surgery.remove import prune_
 from hetdpt.training.recover import RecoverConfig, recover
 from hetdpt.training.trainer import Keeper, Progress, State
 

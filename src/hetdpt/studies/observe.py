@@ -37,7 +37,8 @@ from hetdpt.store.metrics import EPOCH, METRICS, Metrics
 from hetdpt.store.queue import Claim, Job, work
 from hetdpt.store.run_directory import share
 from hetdpt.studies.heterogeneity import Asymmetry, Disparity, Observations, accuracies_without, gradient_disparity
-from hetdpt.surgery.remove import Removal, place_, removable
+from hetdpt.surgery.record import Removal
+from hetdpt.surgery.remove import place_, removable
 from hetdpt.training.recover import RecoverConfig
 
 RESULTS, TABLE, FIGURE = "results.json", "results.csv", "results.png"

@@ -40,7 +40,8 @@ from hetdpt.adapters.windows import Windows, find_windows, not_tokens
 from hetdpt.core.errors import DataError, ModelError
 from hetdpt.core.modules import checked, clone, require_takes
 from hetdpt.core.plan import Site
-from hetdpt.surgery.remove import gates_by_site, record_of, survey_of
+from hetdpt.surgery.gate import gates_by_site
+from hetdpt.surgery.record import record_of, survey_of
 
 FEW = 10
 """Of fewer images there is no interval: their spread is hardly known."""

@@ -26,8 +26,11 @@ from hetdpt.measurement.costs import Costs
 from hetdpt.measurement.speed import latency_table
 from hetdpt.selection.entropy import Spread, entropy_of_dense, transfer
 from hetdpt.surgery.calibrate import Fitted, fit_sites, replaced
-from hetdpt.surgery.prefix_cache import MEMORY, Probe, Scan
-from hetdpt.surgery.remove import known, merge_, ready_for, why_not_removable, without
+from hetdpt.surgery.merge import merge_
+from hetdpt.surgery.prefix_cache import MEMORY, CachedVariants, Probe
+from hetdpt.surgery.record import require_record
+from hetdpt.surgery.remove import ready_for, without
+from hetdpt.surgery.replacement import why_not_removable
 
 LIMIT = 0.5
 """Of the damage of an answer that ignores the image: what does more than this does not replace a layer."""
@@ -231,7 +234,7 @@ def scan(
 
 def _offered(model: nn.Module) -> list[Variant]:
     """Return every site that is left, with every style that can remove it."""
-    record = known(model)
+    record = require_record(model)
     left = [handle for handle in record.survey.handles if not record.plan.removes(handle.site)]
     return [(handle.site, style) for handle in left for style in _styles(handle, record.plan)]
 
@@ -289,7 +292,7 @@ def _compare(
     first = judged.first
     if first.shape[1:] != size:
         raise DataError(f"images to judge on are {_spell(first.shape[1:])} but those to fit on {_spell(size)}")
-    side_by_side = Scan(model, variants, Probe(), first, memory)
+    side_by_side = CachedVariants(model, variants, Probe(), first, memory)
     damages = {key: Damage.to(model) for key in variants}
     spreads: dict[Variant | None, Spread] = {key: Spread() for key in (None, *variants)}
     uninformed = Uninformed(Damage.to(model).is_classifier)
@@ -340,7 +343,7 @@ def _ms_saved(
     model: nn.Module, size: tuple[int, int, int], batch: int | None, progress: Progress | None
 ) -> tuple[Measurement, dict[Variant, Measurement]]:
     """Return the time of ``model`` for a batch, and what each style of ``TIMED`` saves of it."""
-    record = known(model)
+    record = require_record(model)
     removals = [record.plan.styles] if len(record.plan) else [*TIMED]
     saved: dict[Variant, Measurement] = {}
     tables = []

@@ -25,7 +25,7 @@ from hetdpt.adapters.trace import dry_run
 from hetdpt.core.errors import DataError, MeasureError, ModelError, PlanError
 from hetdpt.core.modules import clone, find_device
 from hetdpt.core.plan import Budget, Measurement
-from hetdpt.core.reductions import Tokens
+from hetdpt.core.tokens import Tokens
 from hetdpt.data.sources import Data, check_classes, open_data
 from hetdpt.data.subset import subset
 from hetdpt.flow.collection.work import CLAIMS, Workplace
@@ -38,7 +38,8 @@ from hetdpt.store.atomic import keep_json, write_json, written
 from hetdpt.store.queue import Claim, Job, work
 from hetdpt.store.run_directory import share
 from hetdpt.studies.observe import read_measured
-from hetdpt.surgery.remove import InputSize, known, ready, record_of, survey_of
+from hetdpt.surgery.record import InputSize, record_of, require_record, survey_of
+from hetdpt.surgery.remove import ready
 
 POINTS, SPEED = "points", "speed.json"
 RESULTS, TABLE, FIGURE = "tokens.json", "tokens.csv", "tokens.png"
@@ -255,7 +256,7 @@ class Bench:
     def rows(self, points: Mapping[TokensCase, Point], speeds: Speeds) -> list[TokensRow]:
         found = []
         for case in self.cases:
-            removed = known(self.models[case.model]).plan.budget
+            removed = require_record(self.models[case.model]).plan.budget
             measured = points[case], speeds[self.key(case)]
             found.append(TokensRow(case.model, self.config.tokens(case.r), removed, *measured))
         return found

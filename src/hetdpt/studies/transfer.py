@@ -51,7 +51,9 @@ from hetdpt.store.run_directory import share
 from hetdpt.studies.features import Features, heads_in, take_features, with_classifier_
 from hetdpt.studies.observe import read_measured
 from hetdpt.studies.probe import STRENGTHS, LinearProbe, choose_strength, fit_probe
-from hetdpt.surgery.remove import merge_, place_, record_of
+from hetdpt.surgery.merge import merge_
+from hetdpt.surgery.record import record_of
+from hetdpt.surgery.remove import place_
 from hetdpt.training.recover import RecoverConfig, recover
 
 MODELS, RESULT, RESULTS, TABLE = "models", "result.json", "results.json", "results.csv"

@@ -23,20 +23,10 @@ from hetdpt.core.errors import DataError, ModelError, PlanError
 from hetdpt.core.fold import Means, Moments, exact, fit_linear, fit_mean
 from hetdpt.core.modules import Peeked, checked, clone, evaluating, is_once, memory_advice
 from hetdpt.core.plan import Fit, Plan, Site
-from hetdpt.surgery.remove import (
-    Values,
-    fill_,
-    fill_gate_,
-    gates_by_site,
-    known,
-    layer_at,
-    place_,
-    place_gates_,
-    place_of,
-    ready_for,
-    restore_,
-    without,
-)
+from hetdpt.surgery.gate import fill_gate_, gates_by_site, place_gates_, restore_
+from hetdpt.surgery.record import layer_at, require_record
+from hetdpt.surgery.remove import fill_, place_, ready_for, without
+from hetdpt.surgery.replacement import Values, place_of
 
 FOLDS = 4  # parts of the images, each held out once
 SUMS = 2 << 30  # bytes of sums in one pass over the images
@@ -152,7 +142,7 @@ def replaced(model: nn.Module, fitted: Fitted) -> nn.Module:
 
 def is_fitted(model: nn.Module) -> bool:
     """Whether the removal that a model is ``ready`` for is fitted on images, for one kind of layer at least."""
-    record = known(model)
+    record = require_record(model)
     return record.plan.is_any_fitted
 
 
@@ -161,7 +151,7 @@ def variants_of(model: nn.Module, sites: Iterable[Site], batches: Iterable[Tenso
 
     Where that is fitted, all replacements are fitted in one pass over ``batches``, each as if it were the only one.
     """
-    record = known(model)
+    record = require_record(model)
     sites = list(sites)
     asked = {site: (record.plan.style_of(site.kind),) for site in sites if record.plan.is_fitted(site.kind)}
     found = {site: fitted for (site, _), fitted in fit_sites(model, asked, batches).items()} if asked else {}
@@ -186,7 +176,7 @@ def fit_sites(
     give what a LayerScale parameter is yet to multiply, as the other side of a gate has to. Where the sums of all of
     them would take more than ``SUMS`` bytes, and the images can be read again, there are more passes.
     """
-    record = known(model)
+    record = require_record(model)
     handles = {handle.site: handle for handle in record.survey.handles}
     sums = [
         _Sums(model, handles[site], style, (before or {}).get((site, style)), is_scaled)
@@ -263,7 +253,7 @@ def _move(progress: Progress, step: int, steps: int, done: int, batches: int) ->
 
 def _going(dense: nn.Module, plan: Plan) -> list[Handle]:
     """Return the sites that ``plan`` removes and that are still there, in order of execution."""
-    record = known(dense)
+    record = require_record(dense)
     return [h for h in record.survey.handles if plan.removes(h.site) and not record.plan.removes(h.site)]
 
 
@@ -274,9 +264,7 @@ def _is_fitted(handle: Handle, plan: Plan) -> bool:
 def _width(model: nn.Module, handle: Handle) -> int:
     """Return how many channels a layer has."""
     if handle.ffn:
-        weight = layer_at(model, handle.ffn.first).weight
-        assert isinstance(weight, Tensor)
-        return weight.shape[1]
+        return layer_at(model, handle.ffn.first).weight.shape[1]
     assert handle.parts is not None
     return handle.parts.core_layout.width
 

@@ -184,7 +184,7 @@ def _above(path: str) -> Iterator[str]:
         yield path
 
 
-class Recall(nn.Module):
+class CachedModule(nn.Module):
     """Stands for a module that has run already: answers what it answered then, whatever it is given.
 
     An answer that nobody reads has its shape alone and is full of NaN, which would show if somebody did.
@@ -208,7 +208,7 @@ def _blank(values: Tensor) -> Tensor:
     return values.new_full((), nan).expand(values.shape) if values.is_floating_point() else values.clone()
 
 
-class Scan(Generic[K]):
+class CachedVariants(Generic[K]):
     """A model and its variants, side by side on the same images.
 
     The model runs in full and leaves what its modules answered; a variant recalls the answers of all that finished
@@ -305,7 +305,9 @@ class Scan(Generic[K]):
             _put(trial, modules)
 
     def _recalls(self, model: nn.Module, cut: CutPoint) -> dict[str, nn.Module]:
-        return {path: Recall(model.get_submodule(path), self.kept, path, path in cut.read) for path in cut.finished}
+        return {
+            path: CachedModule(model.get_submodule(path), self.kept, path, path in cut.read) for path in cut.finished
+        }
 
 
 def _put(model: nn.Module, modules: Mapping[str, nn.Module]) -> None:

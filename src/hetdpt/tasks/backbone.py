@@ -13,7 +13,7 @@ from hetdpt.adapters.features import feature_maps
 from hetdpt.adapters.models import input_size_of
 from hetdpt.adapters.trace import dry_run
 from hetdpt.core.errors import DataError, ModelError, first_line
-from hetdpt.surgery.remove import resize_
+from hetdpt.surgery.resize import resize_
 
 SCALES = (4.0, 2.0, 1.0, 0.5)
 """Sides of the maps over the side of the map they are made from, finest first."""

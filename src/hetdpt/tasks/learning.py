@@ -17,7 +17,8 @@ from hetdpt.core.randomness import seeded
 from hetdpt.data.views import Share
 from hetdpt.store.settings import changed
 from hetdpt.surgery.calibrate import calibrate_
-from hetdpt.surgery.remove import merge_, prune_
+from hetdpt.surgery.merge import merge_
+from hetdpt.surgery.remove import prune_
 from hetdpt.tasks.annotated import AnnotatedData, AnnotatedEvaluation, AnnotatedTraining
 from hetdpt.tasks.backbone import Backbone
 from hetdpt.tasks.model import TaskModel, TaskScores

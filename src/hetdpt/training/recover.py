@@ -22,8 +22,10 @@ from hetdpt.data.sources import Data, check_classes, open_data
 from hetdpt.data.subset import require_part, subset
 from hetdpt.measurement.accuracy import measure_accuracy
 from hetdpt.store.settings import changed
-from hetdpt.surgery.remove import drop_paths, merge_, survey_of
+from hetdpt.surgery.merge import merge_
+from hetdpt.surgery.record import survey_of
 from hetdpt.training.config import TrainConfig
+from hetdpt.training.drop_paths import drop_paths
 from hetdpt.training.objective import Distillation, Objective
 from hetdpt.training.processes import Accelerator, start
 from hetdpt.training.trainer import Companion, Epoch, Keeper, Progress, Trainer

@@ -25,7 +25,8 @@ from hetdpt.selection.predictor.samples import Chain, CollectConfig
 from hetdpt.store.atomic import parse_json
 from hetdpt.store.config_diff import first_difference
 from hetdpt.store.run_directory import RUN, share
-from hetdpt.surgery.remove import known, ready, removable
+from hetdpt.surgery.record import require_record
+from hetdpt.surgery.remove import ready, removable
 
 LONGER = 3  # times the epochs, when a split is measured again
 ALONE = "samples are collected"
@@ -55,7 +56,7 @@ def collect_into(
     opened = data if isinstance(data, Data) else open_data(data)
     base = ready(model, config.removal)
     offered = [site.kind for site in removable(base)]
-    blocks = known(base).survey.anatomy.blocks
+    blocks = require_record(base).survey.anatomy.blocks
     chains = config.chains(blocks, Budget(offered.count("attention"), offered.count("activation")), layers)
     if chain is not None and chain not in chains:
         raise PredictError(f"the chain {chain} has no rounds; those that have are {', '.join(chains)}")

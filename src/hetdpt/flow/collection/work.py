@@ -32,7 +32,7 @@ from hetdpt.store.atomic import keep_json, kept, sealed, written
 from hetdpt.store.checkpoints import CHECKPOINTS, Checkpoints
 from hetdpt.store.metrics import EPOCH, METRICS, Metrics
 from hetdpt.store.queue import Claim, work
-from hetdpt.surgery.remove import merge_
+from hetdpt.surgery.merge import merge_
 from hetdpt.training.processes import start
 from hetdpt.training.trainer import Progress
 

@@ -35,7 +35,8 @@ from hetdpt.store.atomic import keep_json, kept
 from hetdpt.store.checkpoints import CHECKPOINTS, Checkpoints
 from hetdpt.store.queue import Claim, work
 from hetdpt.store.run_directory import summary_of
-from hetdpt.surgery.remove import merge_, place_
+from hetdpt.surgery.merge import merge_
+from hetdpt.surgery.remove import place_
 from hetdpt.training.recover import RecoverConfig
 
 PLANS, MODELS, SEARCHES = "plans", "models", "searches"

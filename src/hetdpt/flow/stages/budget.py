@@ -13,7 +13,7 @@ from torch import nn
 from hetdpt.core.errors import PlanError
 from hetdpt.core.modules import clone
 from hetdpt.core.plan import KINDS, Budget, Sample
-from hetdpt.core.reductions import read_tokens
+from hetdpt.core.tokens import read_tokens
 from hetdpt.data.sources import Data
 from hetdpt.data.streams import Stream
 from hetdpt.data.subset import hold_out
@@ -33,14 +33,15 @@ from hetdpt.selection.predictor.allocate import allocate as split_budget
 from hetdpt.selection.predictor.allocate import frontier, surface
 from hetdpt.selection.predictor.polynomial import Predictor, Row, fit_predictor
 from hetdpt.selection.predictor.pricing import measure_prices
-from hetdpt.surgery.remove import known, ready, removable, survey_of
+from hetdpt.surgery.record import require_record, survey_of
+from hetdpt.surgery.remove import ready, removable
 
 
 def analyse(task: StageTask) -> Result:
     """Return what the dense model is and costs: its layers that can go, accuracy, MACs, and the price of each layer."""
     config, model = task.config, task.model
     base = ready(model, config.removal)
-    size, weight = known(base).survey.input_size, next(model.parameters())
+    size, weight = require_record(base).survey.input_size, next(model.parameters())
     costs = Costs.of(model, size)
     require_possible(model, config, costs)
     scores = evaluate(model, task.data, workers=config.workers, progress=task.part("evaluating the dense model"))
@@ -51,7 +52,7 @@ def analyse(task: StageTask) -> Result:
         "model": config.model,
         **asdict(Machine.of(weight.device)),
         "dtype": str(weight.dtype).removeprefix("torch."),
-        "blocks": known(base).survey.anatomy.blocks,
+        "blocks": require_record(base).survey.anatomy.blocks,
         "input_size": size,
         "classes": task.data.num_classes,
         "sites": [{"kind": site.kind, "block": site.block, "path": site.path} for site in removable(base)],

@@ -18,7 +18,7 @@ from torch import nn
 from hetdpt.core.errors import TrainError
 from hetdpt.core.host import peak_memory
 from hetdpt.core.plan import KINDS, Budget, Kind, Plan
-from hetdpt.core.reductions import read_tokens
+from hetdpt.core.tokens import read_tokens
 from hetdpt.data.sources import Data
 from hetdpt.flow.collection.tree import DENSE, LETTERS, SampleNode, tree_of
 from hetdpt.flow.comparison import work as compare_work
@@ -37,7 +37,8 @@ from hetdpt.selection.entropy import require_offered
 from hetdpt.selection.methods import Method, method_called
 from hetdpt.selection.select import kinds_of
 from hetdpt.store.checkpoints import KEPT
-from hetdpt.surgery.remove import known, ready, removable
+from hetdpt.surgery.record import require_record
+from hetdpt.surgery.remove import ready, removable
 from hetdpt.training.processes import start
 
 TABLE, BREAKDOWN, WARMUP, RUNS = 112, 20, 10, 100  # batches: latency_table, latency_breakdown, measure_throughput
@@ -157,14 +158,14 @@ class _Forecast:
     def __init__(self, config: RunConfig, model: nn.Module, data: Data, progress: StageProgress | None) -> None:
         self.config, self.model, self.data, self.progress = config, model, data, progress
         base = ready(model, config.removal)
-        self.blocks, self.sites = known(base).survey.anatomy.blocks, removable(base)
+        self.blocks, self.sites = require_record(base).survey.anatomy.blocks, removable(base)
         kinds = [site.kind for site in self.sites]
         self.offered = Budget(kinds.count("attention"), kinds.count("activation"))
         self.is_guess = config.layers is None and config.budget is None
         asked = config.layers if config.budget is None else sum(config.budget)
         guess = max(self._depths) if config.is_balanced else max(len(kinds) // PART, 1)
         self.layers = guess if asked is None else asked
-        require_possible(model, config, Costs.of(model, known(base).survey.input_size))
+        require_possible(model, config, Costs.of(model, require_record(base).survey.input_size))
         self.weights = sum(tensor.nbytes for tensor in model.state_dict().values())
         for count in (self.layers, *self._depths):
             require_offered(self.sites, self._kinds(method_called(config.method), count))

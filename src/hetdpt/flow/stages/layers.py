@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 
 from hetdpt.core.modules import clone
 from hetdpt.core.plan import Budget, Plan
-from hetdpt.core.reductions import read_tokens
+from hetdpt.core.tokens import read_tokens
 from hetdpt.export.saved import load, save
 from hetdpt.flow.resumable import recover_into, select_into
 from hetdpt.flow.stages.task import Result, StageTask
@@ -17,7 +17,8 @@ from hetdpt.reduce.tokens.reduce import reduce_tokens_
 from hetdpt.selection.importance import Picked
 from hetdpt.store.metrics import EPOCH, METRICS, Metrics
 from hetdpt.store.run_directory import summary_of
-from hetdpt.surgery.remove import known, merge_
+from hetdpt.surgery.merge import merge_
+from hetdpt.surgery.record import require_record
 from hetdpt.training.trainer import Epoch
 
 PLAN_FILE, FOLDER = "plan.json", "model"  # what a stage leaves in its own directory
@@ -100,8 +101,8 @@ def merge(task: StageTask) -> Result:
     """Return how many pairs of linear layers became one, and by how much that changed the outputs."""
     student = load(task.work_of("recover") / task.config.keep).to(next(task.model.parameters()).device)
     merged = merge_(clone(student))
-    difference = relative_difference(student, merged, known(merged).survey.input_size)
-    record = known(merged)
+    difference = relative_difference(student, merged, require_record(merged).survey.input_size)
+    record = require_record(merged)
     save(deepcopy(merged).cpu(), task.directory / FOLDER, overwrite=True)
     plan = replace(record.plan, fits=())
     return {"merged": len(record.merged), "difference": difference, "plan": asdict(plan)}

@@ -26,7 +26,7 @@ from hetdpt.report.write import write_reports
 from hetdpt.selection.methods import method_called
 from hetdpt.store.atomic import sha256, write_json
 from hetdpt.store.stage_directory import SUMMARY
-from hetdpt.surgery.remove import known
+from hetdpt.surgery.record import require_record
 
 SAVED, ONNX = "model", "model.onnx"  # in the run directory
 ROUNDS, TIMING_SECONDS = 500, 10.0  # whichever is over first
@@ -39,7 +39,7 @@ def measure(task: StageTask) -> Result:
     task.note(f"pruned: {scores.top1:.2f} % of {scores.count} images", best=scores.top1)
     models = {"dense": dense, "pruned": pruned}
     accuracies = {"dense": task.results["analyse"]["accuracy"], "pruned": asdict(scores)}
-    size = known(pruned).survey.input_size
+    size = require_record(pruned).survey.input_size
     speed = measure_throughput(
         models, size, batch=config.batch, runs=ROUNDS, seconds=TIMING_SECONDS, progress=task.part("timing in turns")
     )

@@ -37,7 +37,9 @@ from hetdpt.reduce.width.narrow import narrow_to
 from hetdpt.selection.importance import ImportanceSearch
 from hetdpt.selection.predictor.samples import prune_next
 from hetdpt.surgery.calibrate import gate_fitted_
-from hetdpt.surgery.remove import known, merge_, ready, without
+from hetdpt.surgery.merge import merge_
+from hetdpt.surgery.record import require_record
+from hetdpt.surgery.remove import ready, without
 from hetdpt.training.recover import RecoverConfig, recover
 from hetdpt.training.trainer import Companion, Progress, State
 
@@ -241,7 +243,7 @@ def try_batch(model: nn.Module, batch: int | None) -> float:
 def try_count(model: nn.Module, config: RunConfig, site: Site) -> float:
     """Return the seconds in which the costs without one layer are counted."""
     base = ready(model, config.removal)
-    size = known(base).survey.input_size
+    size = require_record(base).survey.input_size
     count = partial(_seconds, lambda: Costs.of(merge_(without(base, site)), size), next(model.parameters()).device)
     return min(count(), count())  # the first one warms up
 

@@ -32,7 +32,8 @@ from hetdpt.selection.predictor.allocate import allocate as split_budget
 from hetdpt.selection.select import select as select_layers
 from hetdpt.store.config_diff import read_json
 from hetdpt.store.run_directory import summary_of
-from hetdpt.surgery.remove import known, merge_
+from hetdpt.surgery.merge import merge_
+from hetdpt.surgery.record import require_record
 
 PARTS = (0, 1 / 6, 1 / 3, 1 / 2)  # of the layers that can go, tried by default
 TIMING_SECONDS = 20.0  # at most, all candidates in turns
@@ -161,7 +162,7 @@ def _speedups(task: StageTask, splits: Sequence[Split]) -> list[float]:
     models: dict[str, nn.Module] = {"dense": task.model}
     for split in splits:
         models[str(split)] = merge_(load(_folder(task, split.budget) / BRIEF / "last").to(device))
-    size = known(models[str(splits[0])]).survey.input_size
+    size = require_record(models[str(splits[0])]).survey.input_size
     found = measure_throughput(
         models, size, batch=task.config.batch, seconds=TIMING_SECONDS, progress=task.part("timing in turns")
     )

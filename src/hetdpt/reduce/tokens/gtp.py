@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hetdpt.core.errors import ModelError
-from hetdpt.core.reductions import Tokens
+from hetdpt.core.tokens import Tokens
 from hetdpt.reduce.tokens.stream import AttentionRecord, TokenStream, destinations, rows
 
 

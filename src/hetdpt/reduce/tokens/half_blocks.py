@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map_only
 
 from hetdpt.adapters.models import fused
 from hetdpt.core.errors import ModelError
-from hetdpt.core.reductions import GTP_OPTIONS, Tokens
+from hetdpt.core.tokens import GTP_OPTIONS, Tokens
 from hetdpt.reduce.tokens.layout import TokenLayout, tensors_in
 from hetdpt.reduce.tokens.stream import AttentionRecord, TokenMethod, TokenStream
 

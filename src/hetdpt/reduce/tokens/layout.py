@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from hetdpt.adapters.trace import dry_run
 from hetdpt.core.errors import ModelError
 from hetdpt.core.modules import clone
-from hetdpt.surgery.remove import InputSize
+from hetdpt.surgery.record import InputSize
 
 
 @dataclass(frozen=True)

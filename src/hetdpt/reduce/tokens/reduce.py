@@ -20,13 +20,14 @@ from hetdpt.core.errors import HetDPTError, ModelError, first_line
 from hetdpt.core.gates import Constant, Pass, Zero
 from hetdpt.core.modules import clone
 from hetdpt.core.plan import KINDS, Plan
-from hetdpt.core.reductions import Tokens
+from hetdpt.core.tokens import Tokens
 from hetdpt.reduce.tokens.gtp import propagate
 from hetdpt.reduce.tokens.half_blocks import STEP, StandIns, TokenStep, run_block
 from hetdpt.reduce.tokens.layout import TokenLayout, find_layout, tensors_in
 from hetdpt.reduce.tokens.stream import TokenMethod
 from hetdpt.reduce.tokens.tome import merge_alike
-from hetdpt.surgery.remove import RECORD, InputSize, Record, gates_of, record_of, survey_of
+from hetdpt.surgery.gate import gates_of
+from hetdpt.surgery.record import RECORD, InputSize, Record, record_of, survey_of
 
 TOKEN_METHODS = {
     "tome": TokenMethod(merge_alike),

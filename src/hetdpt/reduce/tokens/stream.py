@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from hetdpt.core.reductions import Tokens
+from hetdpt.core.tokens import Tokens
 
 
 @dataclass(frozen=True)

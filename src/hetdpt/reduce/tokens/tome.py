@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from hetdpt.core.reductions import Tokens
+from hetdpt.core.tokens import Tokens
 from hetdpt.reduce.tokens.stream import AttentionRecord, TokenStream, merge
 
 

@@ -34,7 +34,9 @@ from hetdpt.reduce.width.scores import (
 )
 from hetdpt.reduce.width.search import RUNGS, Progress, RatioSearch, Timing
 from hetdpt.reduce.width.shapes import cut_, mark_narrowed_
-from hetdpt.surgery.remove import InputSize, known, merge_, place_, record_of
+from hetdpt.surgery.merge import merge_
+from hetdpt.surgery.record import InputSize, record_of, require_record
+from hetdpt.surgery.remove import place_
 
 Batches = Iterable[Any]
 """Images (B, C, H, W), or pairs of them and their labels (B,)."""
@@ -188,7 +190,7 @@ class WidthSurvey:
         with gradients(copy), evaluating(copy):
             _look(copy, config, batches, _refitted(copy, ratios) if config.refits else [], inputs, progress)
             parts = score(copy, config.importance, config.seed)
-        return cls(parts, inputs, config, known(copy).survey.input_size)
+        return cls(parts, inputs, config, require_record(copy).survey.input_size)
 
     @property
     def rungs(self) -> tuple[Ratios, ...]:

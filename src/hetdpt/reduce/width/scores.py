@@ -27,7 +27,8 @@ from hetdpt.core.gates import Gate
 from hetdpt.core.modules import clone, random_images
 from hetdpt.core.plan import Plan
 from hetdpt.reduce.width.shapes import STREAM_SIZES, Place
-from hetdpt.surgery.remove import known, place_, record_of
+from hetdpt.surgery.record import record_of, require_record
+from hetdpt.surgery.remove import place_
 
 Importance = Literal["taylor", "l2", "random"]
 LAYERS = (nn.Linear, nn.Conv2d, nn.LayerNorm, nn.Embedding, nn.MultiheadAttention)
@@ -104,7 +105,7 @@ def sizes_of(model: nn.Module) -> Sizes:
 
 def require_narrowable(model: nn.Module) -> None:
     """Raise, before anything is touched, if a layer of a ``known`` model has sizes that cannot be changed here."""
-    record = known(model)
+    record = require_record(model)
     if any(isinstance(module, Gate) for module in model.modules()):
         raise PlanError("this model has gates on its layers; call restore_(model) before making it narrower")
     if record.tokens is not None:
@@ -124,7 +125,7 @@ def require_narrowable(model: nn.Module) -> None:
 
 def attentions_of(model: nn.Module) -> list[Attention]:
     """Return the attention layers that are left in a ``known`` model; ``ModelError`` if one is of an unknown class."""
-    record = known(model)
+    record = require_record(model)
     left = [h for h in record.survey.handles if h.site.kind == "attention" and not record.plan.removes(h.site)]
     return [attention_at(model, handle.parts.core) for handle in left if handle.parts]
 
@@ -135,7 +136,7 @@ def ffns_of(model: nn.Module) -> list[Ffn]:
     One without its activation is left out where it is worth merging: merged it has no hidden features, so to cut some
     would cost rank and save nothing.
     """
-    record = known(model)
+    record = require_record(model)
     pairs = [(handle.site, handle.ffn) for handle in record.survey.handles if handle.ffn]
     return [ffn for site, ffn in pairs if not record.plan.removes(site) or _stays_two(model, ffn)]
 
@@ -167,7 +168,7 @@ def score(model: nn.Module, importance: Importance, seed: int = 0) -> Narrowable
 
     Call it inside ``gradients``, which the graph is read off as well.
     """
-    record = known(model)
+    record = require_record(model)
     copy = unfuse_(clone(model)).eval()
     graph = _Graph(copy, random_images(copy, record.survey.input_size, 1))
     scorer = _scorer(copy, importance, seed)
@@ -251,7 +252,7 @@ def _scorer(model: nn.Module, importance: Importance, seed: int, has_norms: bool
 
 def _stream(model: nn.Module, graph: _Graph, scorer: Scorer) -> tuple[Channels | None, str]:
     """Return the residual stream, or why it cannot be narrowed."""
-    record = known(model)
+    record = require_record(model)
     if ties := [why for why in record.survey.refusals if why.startswith("attention")]:
         return None, f"{ties[0]}, and it is as wide as the stream"
     roots = _roots(model)
@@ -281,7 +282,7 @@ def _stream(model: nn.Module, graph: _Graph, scorer: Scorer) -> tuple[Channels |
 def _roots(model: nn.Module) -> list[str]:
     """Return linear layers that are given the stream."""
     there = dict(model.named_modules())
-    ffns = [handle.ffn for handle in known(model).survey.handles if handle.ffn]
+    ffns = [handle.ffn for handle in require_record(model).survey.handles if handle.ffn]
     left = [ffn.first for ffn in ffns if isinstance(there.get(ffn.first), nn.Linear)]
     return [*(attention.queries[0] for attention in attentions_of(model)), *left]
 

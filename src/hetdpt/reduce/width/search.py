@@ -12,7 +12,7 @@ from hetdpt.core.errors import PlanError
 from hetdpt.core.modules import clone
 from hetdpt.measurement.speed import measure_throughput
 from hetdpt.reduce.width.choice import Kept, Ratios
-from hetdpt.surgery.remove import merge_
+from hetdpt.surgery.merge import merge_
 
 if TYPE_CHECKING:
     from hetdpt.reduce.width.narrow import WidthSurvey

@@ -6,7 +6,7 @@ All that a saved model needs, so Torch-Pruning is not. What is to go is not deci
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from math import isfinite
 from typing import Any
 
@@ -18,8 +18,7 @@ from hetdpt.adapters.attention import NAMES
 from hetdpt.adapters.trace import dry_run
 from hetdpt.core.errors import FileError, ModelError, first_line
 from hetdpt.core.gates import Constant
-from hetdpt.core.reductions import Widths
-from hetdpt.surgery.remove import RECORD, known
+from hetdpt.surgery.record import RECORD, require_record
 
 Place = tuple[str, int]
 """A tensor by name, and one of its axes."""
@@ -29,6 +28,30 @@ LAYER_SIZES = ("in_features", "out_features", "out_channels", "embedding_dim", "
 """What layers call the sizes of their tensors."""
 SIZES = {*STREAM_SIZES, *LAYER_SIZES, *(size for names in NAMES.values() for size in names.sizes)}
 """The attributes that say a size, and so change with it; no others do."""
+
+
+@dataclass(frozen=True)
+class Widths:
+    """The sizes of a narrowed model that differ from those of the model it was made of.
+
+    >>> Widths((("head.weight", (10, 96)),), (("head", "in_features", 96),)).shapes[0]
+    ('head.weight', (10, 96))
+    """
+
+    shapes: tuple[tuple[str, tuple[int, ...]], ...]
+    """Parameters and buffers by name, and their shapes."""
+    attributes: tuple[tuple[str, str, Any], ...]
+    """Path of a module, name of an attribute, and the number or tuple of numbers that it has now."""
+    stream: int | None = None
+    """Channels of the residual stream, if some went."""
+
+    @classmethod
+    def from_dict(cls, values: Any) -> Widths:
+        if other := set(values) ^ {field.name for field in fields(cls)}:
+            raise ValueError(other)
+        shapes = tuple((str(name), tuple(_whole(side) for side in shape)) for name, shape in values["shapes"])
+        attributes = tuple((str(path), str(name), _number(value)) for path, name, value in values["attributes"])
+        return cls(shapes, attributes, _whole(stream) if (stream := values["stream"]) is not None else None)
 
 
 @dataclass(frozen=True)
@@ -60,7 +83,7 @@ def cut_(model: nn.Module, cut: WidthCut) -> nn.Module:
 
 def mark_narrowed_(model: nn.Module, stream: int | None) -> None:
     """Let a ``known`` model know that its sizes are others now; its anatomy stays that of the model it began with."""
-    record = known(model)
+    record = require_record(model)
     survey = record.survey if stream is None else _resized(record.survey, stream)
     vars(model)[RECORD] = replace(record, survey=survey, is_narrowed=True)
 
@@ -99,7 +122,7 @@ def widths_of(model: nn.Module, wide: nn.Module) -> Widths:
             for name, value in _sizes(module).items()
             if _is_alike(value, before := vars(others[path]).get(name)) and value != before
         ),
-        _stream_now(known(model).survey),
+        _stream_now(require_record(model).survey),
     )
 
 
@@ -135,7 +158,7 @@ def reshape_(model: nn.Module, widths: Widths) -> nn.Module:
 
 def _require_stream(model: nn.Module, stream: int | None) -> None:
     """Raise unless FFNs are given as many channels as the stream is said to have."""
-    survey, there = known(model).survey, dict(model.named_modules())
+    survey, there = require_record(model).survey, dict(model.named_modules())
     layers = [there.get(handle.ffn.first) for handle in survey.handles if handle.ffn]
     given = [layer.weight.shape[1] for layer in layers if isinstance(layer, nn.Linear)]
     said = survey.anatomy.width if stream is None else stream
@@ -146,7 +169,7 @@ def _require_stream(model: nn.Module, stream: int | None) -> None:
 def _require_runs(model: nn.Module) -> None:
     """Raise unless the sizes of a ``known`` model fit together; found out without arithmetic."""
     try:
-        dry_run(model, (2, *known(model).survey.input_size), lambda *_: torch.no_grad())
+        dry_run(model, (2, *require_record(model).survey.input_size), lambda *_: torch.no_grad())
     except ModelError as error:
         raise FileError(
             f"the widths do not fit together, as the model does not run with them: "
@@ -198,3 +221,18 @@ def _follow(module: nn.Module) -> None:
         vars(module)["normalized_shape"] = tuple(module.weight.shape)  # type: ignore[arg-type]
     elif isinstance(module, Constant):
         module.shape = (*module.shape[:-1], module.bias.shape[-1])
+
+
+def _whole(value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ValueError(value)
+    return int(value)
+
+
+def _number(value: Any) -> Any:
+    """Return a number, or a tuple of numbers, as JSON has it; ``ValueError`` for anything else."""
+    if isinstance(value, list | tuple):
+        return tuple(_number(side) for side in value)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(value)
+    return value

@@ -13,7 +13,9 @@ from hetdpt.measurement.prices import Price, Prices
 from hetdpt.measurement.speed import latency_table
 from hetdpt.selection.predictor.allocate import Allocation, allocate
 from hetdpt.selection.predictor.polynomial import Row, fit_predictor
-from hetdpt.surgery.remove import InputSize, Removal, known, merge_, ready, removable, without
+from hetdpt.surgery.merge import merge_
+from hetdpt.surgery.record import InputSize, Removal, require_record
+from hetdpt.surgery.remove import ready, removable, without
 
 Progress = Callable[[str, int, int], None]
 """Called with what is being done and (steps done, in all)."""
@@ -24,7 +26,7 @@ def split_layers(
 ) -> dict[int, Allocation]:
     """Return how samples of accuracy split each number of ``layers`` between the kinds, of what the model offers."""
     base = ready(model, removal)
-    blocks, offered = known(base).survey.anatomy.blocks, [site.kind for site in removable(base)]
+    blocks, offered = require_record(base).survey.anatomy.blocks, [site.kind for site in removable(base)]
     is_usual = all(offered.count(kind) == blocks for kind in KINDS)  # then nobody has to be told what there is
     prices = None if is_usual else measure_prices(base, removal=removal, latency=False)
     predictor = fit_predictor(samples, blocks)
@@ -49,7 +51,7 @@ def measure_prices(
     (2, 148608)
     """
     base = ready(model, removal, input_size)
-    size, offered = known(base).survey.input_size, removable(base)
+    size, offered = require_record(base).survey.input_size, removable(base)
     dense, saved = Costs.of(base, size), dict[Site, Price]()
     for done, site in enumerate(offered, 1):
         left = Costs.of(merge_(without(base, site)), size)

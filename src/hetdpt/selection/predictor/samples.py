@@ -20,7 +20,8 @@ from hetdpt.data.sources import Data
 from hetdpt.measurement.accuracy import evaluate
 from hetdpt.selection.entropy import transfer_entropy
 from hetdpt.surgery.calibrate import variants_of
-from hetdpt.surgery.remove import Removal, ready_for, removable
+from hetdpt.surgery.record import Removal
+from hetdpt.surgery.remove import ready_for, removable
 from hetdpt.training.recover import RecoverConfig, recover
 from hetdpt.training.trainer import Keeper, Progress
 

@@ -1,7 +1,4 @@
-"""What a model may have lost besides layers: width, and tokens. Two values that a saved model carries.
-
-Nothing is computed here: :mod:`hetdpt.combine` makes and applies them.
-"""
+"""How the blocks of a model reduce tokens, as a value; :mod:`hetdpt.reduce.tokens` applies it. No torch here."""
 
 from __future__ import annotations
 
@@ -11,31 +8,6 @@ from itertools import pairwise
 from typing import Any
 
 from hetdpt.core.errors import PlanError
-
-
-@dataclass(frozen=True)
-class Widths:
-    """The sizes of a narrowed model that differ from those of the model it was made of.
-
-    >>> Widths((("head.weight", (10, 96)),), (("head", "in_features", 96),)).shapes[0]
-    ('head.weight', (10, 96))
-    """
-
-    shapes: tuple[tuple[str, tuple[int, ...]], ...]
-    """Parameters and buffers by name, and their shapes."""
-    attributes: tuple[tuple[str, str, Any], ...]
-    """Path of a module, name of an attribute, and the number or tuple of numbers that it has now."""
-    stream: int | None = None
-    """Channels of the residual stream, if some went."""
-
-    @classmethod
-    def from_dict(cls, values: Any) -> Widths:
-        if other := set(values) ^ {field.name for field in fields(cls)}:
-            raise ValueError(other)
-        shapes = tuple((str(name), tuple(_whole(side) for side in shape)) for name, shape in values["shapes"])
-        attributes = tuple((str(path), str(name), _number(value)) for path, name, value in values["attributes"])
-        return cls(shapes, attributes, _whole(stream) if (stream := values["stream"]) is not None else None)
-
 
 TOKEN_PAPERS = {"tome": "https://arxiv.org/abs/2210.09461", "gtp": "https://arxiv.org/abs/2311.03035"}
 """The methods that reduce tokens, and where they are from."""
@@ -110,18 +82,3 @@ def read_tokens(text: str) -> Tokens:
 
 def _is_whole(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
-
-
-def _whole(value: Any) -> int:
-    if not _is_whole(value):
-        raise ValueError(value)
-    return int(value)
-
-
-def _number(value: Any) -> Any:
-    """Return a number, or a tuple of numbers, as JSON has it; ``ValueError`` for anything else."""
-    if isinstance(value, list | tuple):
-        return tuple(_number(side) for side in value)
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError(value)
-    return value

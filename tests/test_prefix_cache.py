@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from hetdpt.core.errors import DataError, ModelError
 from hetdpt.core.modules import checked, clone, require_takes
 from hetdpt.measurement.agreement import outputs_of
-from hetdpt.surgery.prefix_cache import MEMORY, Probe, Scan, heads_of
+from hetdpt.surgery.prefix_cache import MEMORY, CachedVariants, Probe, heads_of
 
 
 class Scale(nn.Module):
@@ -152,7 +152,7 @@ CHANGES: dict[str, tuple[Callable[[nn.Module], object], set[str]]] = {
 def test_whatever_is_changed_is_seen_and_what_came_before_is_recalled(tiny: Tiny, name: str) -> None:
     change, finished = CHANGES[name]
     change(variant := clone(tiny))
-    scan = Scan(tiny, {name: variant}, Probe(), images_of(2), MEMORY)
+    scan = CachedVariants(tiny, {name: variant}, Probe(), images_of(2), MEMORY)
     assert scan.recalled[name].finished >= finished
     assert bool(scan.recalled[name].finished) == bool(finished)
     (_, dense), (key, answer) = scan.answers(images_of(4))
@@ -170,7 +170,7 @@ def test_variants_side_by_side_keep_their_order_and_stay_as_they_were(tiny: Tiny
         CHANGES[name][0](variants[name, number])
     modules = {key: list(variant.named_modules()) for key, variant in variants.items()}
     for memory in (0, 1000, MEMORY):
-        scan = Scan(tiny, variants, Probe(), images_of(3), memory)
+        scan = CachedVariants(tiny, variants, Probe(), images_of(3), memory)
         for images in (images_of(3), images_of(1)):
             answers = dict(scan.answers(images))
             assert list(answers) == [None, *variants]
@@ -181,7 +181,7 @@ def test_variants_side_by_side_keep_their_order_and_stay_as_they_were(tiny: Tiny
 
 @torch.no_grad()
 def test_a_variant_in_which_no_difference_is_found_runs_in_full(tiny: Tiny) -> None:
-    scan = Scan(tiny, {"same": clone(tiny)}, Probe(), images_of(2), MEMORY)
+    scan = CachedVariants(tiny, {"same": clone(tiny)}, Probe(), images_of(2), MEMORY)
     assert not scan.recalled
     (_, dense), (_, same) = scan.answers(images_of(2))
     assert torch.equal(dense, same)
@@ -196,7 +196,7 @@ class Zeros(nn.Module):
 def test_a_variant_may_read_what_the_model_does_not(tiny: Tiny) -> None:
     tiny.set_submodule("blocks.1.attention", Zeros())
     put("blocks.1.attention", lambda: nn.Linear(6, 6))(variant := clone(tiny))
-    scan = Scan(tiny, {1: variant, 2: clone(variant)}, Probe(), images_of(2), MEMORY)
+    scan = CachedVariants(tiny, {1: variant, 2: clone(variant)}, Probe(), images_of(2), MEMORY)
     assert "blocks.1.norm" in scan.recalled[1].finished
     answers = dict(scan.answers(images_of(3)))
     assert torch.equal(answers[1], variant(images_of(3)))
@@ -205,7 +205,7 @@ def test_a_variant_may_read_what_the_model_does_not(tiny: Tiny) -> None:
 
 def test_a_block_before_the_first_change_does_not_run(tiny: Tiny) -> None:
     other_weight("blocks.1.mlp.2")(variant := clone(tiny))
-    scan = Scan(tiny, {1: variant}, Probe(), images_of(2), MEMORY)
+    scan = CachedVariants(tiny, {1: variant}, Probe(), images_of(2), MEMORY)
     left = [path for path, module in scan.variants[1].named_modules() if isinstance(module, nn.Linear)]
     assert left == ["blocks.1.mlp.2", "head"]
 

@@ -1,0 +1,161 @@
+"""``merge_``: fewer layers that compute the same as a pruned model's, up to rounding."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from hetdpt.adapters.anatomy import Handle
+from hetdpt.adapters.branches import MULTIPLICATIONS
+from hetdpt.adapters.ffn import Ffn
+from hetdpt.core.fold import add, fold_norm, fold_pair, is_cheaper_folded
+from hetdpt.core.gates import Constant, Pass, Zero
+from hetdpt.core.modules import put_
+from hetdpt.core.plan import Plan
+from hetdpt.surgery.record import (
+    RECORD,
+    Record,
+    goes_whole,
+    layer_at,
+    parts_of,
+    record_of,
+    refuse_gated,
+    require_record,
+)
+
+CHANGES = MULTIPLICATIONS | {"constant_pad_nd"}
+"""Operations after which a constant is another one, or none."""
+
+
+def merge_(model: nn.Module, fold_norms: bool = False, fold_constants: bool = True) -> nn.Module:
+    """Make one layer of the two linear ones that a removed activation left (paper, Eq. 7), where that is cheaper.
+
+    LayerScale is folded in; with ``fold_norms`` the affine part of the LayerNorm before it too, which saves 2 D
+    parameters. With ``fold_constants`` a constant in place of attention goes into the bias of the FFN before it, or the
+    embedding of positions, where no other layer and no output sees the difference; leave it out where streams between
+    blocks are read by other ways than ``forward``. The function stays the same up to rounding; merging twice changes
+    nothing.
+    """
+    record = record_of(model)
+    if record is None:
+        return model
+    ffns = {h.site.block: h.ffn for h in record.survey.handles if h.ffn and _is_linear(h, record.plan)}
+    worth = [block for block, ffn in ffns.items() if block in record.merged or _is_worth_merging(model, ffn)]
+    constants = record.plan.attention if fold_constants else ()
+    return merge_blocks_(model, worth, worth if fold_norms else (), constants)
+
+
+def merge_blocks_(
+    model: nn.Module,
+    blocks: Iterable[int],
+    folded_norms: Iterable[int] = (),
+    folded_constants: Iterable[int] = (),
+) -> nn.Module:
+    """Merge the FFNs of these ``blocks``, fold the norms and constants of some; what is done already stays.
+
+    Of ``folded_constants`` those are passed over that nothing can take in.
+    """
+    refuse_gated(model)
+    record = require_record(model)
+    ffns = {h.site.block: h.ffn for h in record.survey.handles if _is_linear(h, record.plan) and h.ffn}
+    merged, folded, taken_in = [*record.merged], [*record.folded_norms], [*record.folded_constants]
+    for block in blocks:
+        if block in ffns and block not in merged:
+            merge_ffn_(model, ffns[block])
+            merged.append(block)
+    for block in folded_norms:
+        if block in merged and block not in folded and ffns[block].norm:
+            _fold_norm(model, ffns[block])
+            folded.append(block)
+    record = replace(record, merged=tuple(merged), folded_norms=tuple(folded))
+    for handle in record.survey.handles:
+        is_asked = handle.site.kind == "attention" and handle.site.block in folded_constants
+        if is_asked and handle.site.block not in taken_in and _fold_constant(model, handle, record):
+            taken_in.append(handle.site.block)
+    vars(model)[RECORD] = replace(record, folded_constants=tuple(taken_in))
+    return model
+
+
+def _is_linear(handle: Handle, plan: Plan) -> bool:
+    """Whether the plan leaves two linear layers in a row, or one."""
+    is_linear = plan.style_of("activation") in ("identity", "calibrated")
+    return handle.ffn is not None and plan.removes(handle.site) and is_linear
+
+
+def _is_worth_merging(model: nn.Module, ffn: Ffn) -> bool:
+    return is_cheaper_folded(layer_at(model, ffn.first), layer_at(model, ffn.second))
+
+
+def merge_ffn_(model: nn.Module, ffn: Ffn) -> None:
+    first, second = layer_at(model, ffn.first), layer_at(model, ffn.second)
+    scale = model.get_parameter(ffn.scale) if ffn.scale else None
+    put_(model, ffn.first, fold_pair(first, second, scale))
+    for path in (ffn.activation, *ffn.between, ffn.second):
+        put_(model, path, Pass())
+    if ffn.scale:
+        neutralise_(model, ffn.scale)
+
+
+def _fold_norm(model: nn.Module, ffn: Ffn) -> None:
+    assert ffn.norm is not None
+    norm = model.get_submodule(ffn.norm)
+    assert isinstance(norm, nn.LayerNorm)
+    if norm.elementwise_affine:
+        put_(model, ffn.first, fold_norm(norm, layer_at(model, ffn.first)))
+        norm.weight = norm.bias = None  # type: ignore[assignment]
+        norm.elementwise_affine = False
+
+
+def _fold_constant(model: nn.Module, handle: Handle, record: Record) -> bool:
+    """Add what a constant adds to the bias before it instead; return whether there is one and it may."""
+    constant = model.get_submodule(parts_of(handle).core)
+    name = _bias_now(handle, record)
+    is_changed = not CHANGES.isdisjoint(parts_of(handle).tail)
+    if not isinstance(constant, Constant) or name is None or is_changed:
+        return False
+    bias = model.get_parameter(name)
+    value: Tensor
+    if bias.ndim == constant.bias.ndim == 1:
+        value = constant.bias
+    elif bias.ndim > 1 and parts_of(handle).is_direct and _fits(constant.value, bias):
+        value = constant.value
+    else:
+        return False
+    path, _, leaf = name.rpartition(".")
+    total = nn.Parameter(add(bias, value), requires_grad=bias.requires_grad)
+    model.get_submodule(path).register_parameter(leaf, total)
+    put_(model, parts_of(handle).core, Zero(constant.extras))
+    return True
+
+
+def _fits(value: Tensor, bias: Tensor) -> bool:
+    """Whether ``bias`` has a place for each that ``value`` has: not so where positions are interpolated."""
+    return all(side in (1, full) for side, full in zip(value.shape[::-1], bias.shape[::-1], strict=False))
+
+
+def _bias_now(handle: Handle, record: Record) -> str | None:
+    """Return the parameter that is added to the stream right before a branch, where it is now; None if it is gone."""
+    name = handle.bias
+    for other in record.survey.handles:
+        if other.ffn and name == f"{other.ffn.second}.bias":
+            if other.site.block in record.merged:
+                return f"{other.ffn.first}.bias"
+            is_dropped = record.plan.removes(other.site) and goes_whole(other, record.plan)
+            return None if is_dropped or other.ffn.scale else name
+    return name
+
+
+def neutralise_(model: nn.Module, name: str) -> None:
+    """Put a plain 1 in place of a LayerScale parameter; a LayerScale module of its own becomes a pass."""
+    path, _, leaf = name.rpartition(".")
+    owner = model.get_submodule(path)
+    if len(list(owner.parameters())) == 1 and not any(owner.children()):
+        return put_(model, path, Pass())
+    parameter = owner._parameters.pop(leaf)
+    assert parameter is not None
+    device = "cpu" if parameter.is_meta else parameter.device  # on meta it would never get its value
+    one = torch.ones([1] * parameter.ndim, dtype=parameter.dtype, device=device)
+    owner.register_buffer(leaf, one, persistent=False)

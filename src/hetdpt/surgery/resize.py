@@ -1,0 +1,87 @@
+"""``resize_``: a model, pruned or not, made to take images of another size."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from hetdpt.adapters.anatomy import Handle, Survey
+from hetdpt.adapters.models import input_size_of, set_size_
+from hetdpt.adapters.preprocessing import PREPROCESSING
+from hetdpt.adapters.trace import dry_run, trace
+from hetdpt.core.errors import ModelError, first_line
+from hetdpt.core.modules import clone
+from hetdpt.surgery.record import RECORD, InputSize, Record, record_of, refuse_gated
+
+
+def resize_(model: nn.Module, size: int | tuple[int, int]) -> nn.Module:
+    """Make ``model``, pruned or not, take images of ``size``, a side or height and width, for good.
+
+    ``ModelError`` says why it cannot, and nothing has changed. What is known of a pruned model is of the new size then.
+
+    >>> import timm
+    >>> model = prune_(timm.create_model("vit_tiny_patch16_224", depth=2), Plan(attention=(0,)))
+    >>> resize_(model, (96, 160))(torch.zeros(1, 3, 96, 160)).shape
+    torch.Size([1, 1000])
+    """
+    sides = (size, size) if isinstance(size, int) else tuple(size) if isinstance(size, tuple | list) else ()
+    if len(sides) != 2 or not all(isinstance(side, int) and side > 0 for side in sides):
+        raise ModelError(f"a size of images is a side in pixels or a pair (height, width), not {size!r}")
+    height, width = sides
+    channels, *before = input_size_of(model)
+    if before == [height, width]:
+        return model
+    record = record_of(model)
+    _require_any_size(model, record)
+    probe = clone(model)
+    set_size_(probe, height, width)
+    _require_takes(probe, (channels, height, width))
+    set_size_(model, height, width)
+    if record:
+        vars(model)[RECORD] = replace(record, survey=resurvey(probe, record.survey, (channels, height, width)))
+    if wants := vars(model).get(PREPROCESSING):
+        vars(model)[PREPROCESSING] = replace(wants, input_size=(channels, height, width))
+    return model
+
+
+def _require_any_size(model: nn.Module, record: Record | None) -> None:
+    """Refuse what was done to a model and is tied to the number of its tokens."""
+    refuse_gated(model)
+    if record and record.tokens is not None:
+        raise ModelError(
+            "this model reduces its tokens, so many of those it has; call restore_tokens_(model), change the size of "
+            "its images, then reduce them again"
+        )
+    if record and record.plan.attention and record.plan.style_of("attention") == "position":
+        raise ModelError(
+            "attention of this model was replaced by values for each place in the image (removal style 'position'), "
+            "so that the size of its images cannot change; calibrate it at the new size, or use style 'constant'"
+        )
+
+
+def _require_takes(model: nn.Module, size: InputSize) -> None:
+    try:
+        dry_run(model, (2, *size), lambda *_: torch.no_grad())
+    except ModelError as error:
+        why = first_line(error.__cause__ or error).rstrip(".")
+        raise ModelError(
+            f"{type(model).__name__} cannot be given images of {size[1]} x {size[2]}: {why}; give it the size when it "
+            "is built (img_size, image_size)"
+        ) from None
+
+
+def resurvey(model: nn.Module, found: Survey, size: InputSize) -> Survey:
+    """Return ``found`` with values lying as they do in ``model``, which may have lost layers, on images of ``size``."""
+    calls = trace(model, size).calls
+    shapes = {call.path: call.output.shape[1:] for call in calls if call.output}
+
+    def handle(one: Handle) -> Handle:
+        if one.parts is None:
+            return one
+        core = replace(one.parts.core_layout, shape=shapes[one.parts.core])
+        gate = replace(one.parts.gate_layout, shape=shapes[one.parts.gate])
+        return replace(one, parts=replace(one.parts, core_layout=core, gate_layout=gate))
+
+    return replace(found, handles=tuple(handle(one) for one in found.handles), input_size=size)
