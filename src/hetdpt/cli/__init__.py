@@ -131,7 +131,9 @@ def _leave(code: object) -> None:
         return
     import torch.distributed as dist
 
-    if dist.is_available() and dist.is_initialized():
+    from hetdpt.core.processes import is_distributed
+
+    if is_distributed():
         dist.destroy_process_group()
         atexit._run_exitfuncs()
         sys.stdout.flush()

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -16,6 +15,7 @@ from hetdpt.adapters.models import num_classes_of
 from hetdpt.adapters.preprocessing import preprocessing_of
 from hetdpt.core.errors import DataError
 from hetdpt.core.modules import evaluating, memory_advice
+from hetdpt.core.processes import gather_lists, process_count, rank, sum_over_processes
 from hetdpt.data.batches import EvaluationBatches, Share
 from hetdpt.data.sources import Data, check_classes, open_data
 from hetdpt.data.subset import subset
@@ -81,8 +81,7 @@ def measure_accuracy(
             unreadable += batch.unreadable
             if progress is not None:
                 progress(number, len(batches))
-    if dist.is_available() and dist.is_initialized():
-        sums, unreadable = _sum_over_processes(sums, unreadable, weight.device)
+    sums, unreadable = sum_over_processes(sums, weight.device), gather_lists(unreadable)
     if not sums[3]:
         raise DataError(f"none of the images can be read, {unreadable[0]} first; look at the files")
     return Scores.of(sums, tuple(sorted(set(unreadable))))
@@ -116,7 +115,7 @@ def evaluate(
     source = opened.val
     if fraction is not None or per_class is not None:
         source = subset(source, fraction=fraction, per_class=per_class)
-    share = Share(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else Share()
+    share = Share(rank(), process_count())
     batches = EvaluationBatches(source, preprocessing_of(model), batch_size=batch_size, share=share, workers=workers)
     return measure_accuracy(model, batches, progress, each)
 
@@ -125,11 +124,3 @@ def _compare(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """Return whether each of the five best classes is the right one (B, 5), and the sum of the cross-entropies."""
     best = logits.topk(min(5, logits.shape[1]), dim=1).indices  # (B, 5)
     return best == targets[:, None], F.cross_entropy(logits, targets, reduction="sum")
-
-
-def _sum_over_processes(sums: Tensor, names: list[str], device: torch.device) -> tuple[Tensor, list[str]]:
-    total = sums.to(device)
-    dist.all_reduce(total)
-    gathered: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(gathered, names)
-    return total.cpu(), [name for part in gathered for name in part]

@@ -11,13 +11,13 @@ from typing import Literal
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from hetdpt.adapters.preprocessing import preprocessing_of
 from hetdpt.core.errors import PlanError
 from hetdpt.core.modules import checked, clone
 from hetdpt.core.plan import KINDS, Budget, Kind, Plan, Site
+from hetdpt.core.processes import broadcast_, process_count
 from hetdpt.data.augmentation import Augmentation
 from hetdpt.data.fixed_batches import ImageBatches
 from hetdpt.data.sources import Data, open_data
@@ -264,13 +264,10 @@ def _prior(task: _Task, candidates: list[Site]) -> Prior:
     found = damage_of_each(
         task.model, task.images, candidates, judge=judge, removal=task.config.removal, progress=task.stage("damage")
     )
-    device, processes = next(task.model.parameters()).device, 1
-    values = torch.tensor([found[site] for site in candidates], device=device)
-    if dist.is_available() and dist.is_initialized():
-        processes = dist.get_world_size()
-        dist.broadcast(values, 0)
+    device = next(task.model.parameters()).device
+    values = broadcast_(torch.tensor([found[site] for site in candidates], device=device))
     damages = dict(zip(candidates, values.tolist(), strict=True))
-    return Prior(damages, judge.count / training.images_per_update(processes))
+    return Prior(damages, judge.count / training.images_per_update(process_count()))
 
 
 def _candidates(task: _Task) -> list[Site]:
@@ -291,10 +288,9 @@ def _candidates(task: _Task) -> list[Site]:
 def _refit(student: nn.Module, plan: Plan, images: Iterable[Tensor]) -> None:
     """Fit the replacements again, the same ones in all processes."""
     refit_gates_(student, plan, images)
-    if dist.is_available() and dist.is_initialized():
-        for gate in gates_by_site(student).values():
-            for parameter in gate.removed.parameters():
-                dist.broadcast(parameter.data, 0)
+    for gate in gates_by_site(student).values():
+        for parameter in gate.removed.parameters():
+            broadcast_(parameter.data)
 
 
 def _move(progress: Callable[[int, int], None] | None, now: Progress) -> None:

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from hetdpt.core.errors import DataError
 from hetdpt.core.modules import memory_advice
+from hetdpt.core.processes import gather_lists
 from hetdpt.tasks.annotated import AnnotatedEvaluation, AnnotatedSource
 from hetdpt.tasks.boxes import Objects
 from hetdpt.tasks.detector import Detections, Detector, detect
-from hetdpt.tasks.model import of_all_processes
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def measure_detection(
         unreadable += batch.unreadable
         if progress is not None:
             progress(number, len(batches))
-    found, unreadable = of_all_processes(found), of_all_processes(unreadable)
+    found, unreadable = gather_lists(found), gather_lists(unreadable)
     if not found:
         raise DataError(f"none of the images can be read, {unreadable[0]} first; look at the files")
     return average_precision(found, source.classes, unreadable=sorted(set(unreadable)))

@@ -9,9 +9,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from transformers.loss.loss_deformable_detr import DeformableDetrHungarianMatcher, DeformableDetrImageLoss
+
+from hetdpt.core.processes import process_count, sum_over_processes
 
 Truth = Mapping[str, Tensor]
 """What is in an image: ``boxes`` (n, 4), centre, width and height as parts of it, and ``class_labels`` (n,)."""
@@ -95,10 +96,7 @@ class MatchedLoss:
 def objects_per_process(truths: Sequence[Truth], device: torch.device) -> float:
     """Return how many objects the processes have on average; all of them must ask."""
     count = torch.tensor(float(sum(len(truth["class_labels"]) for truth in truths)), device=device)
-    if dist.is_available() and dist.is_initialized():
-        dist.all_reduce(count)
-        count /= dist.get_world_size()
-    return count.item()
+    return (sum_over_processes(count) / process_count()).item()
 
 
 def _spelled(answer: Answer) -> dict[str, Tensor]:

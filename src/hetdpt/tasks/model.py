@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol
 
-import torch.distributed as dist
 from torch import nn
 
 from hetdpt.adapters.models import input_size_of
 from hetdpt.tasks.backbone import Backbone
-
-One = TypeVar("One")
 
 
 class TaskScores(Protocol):
@@ -55,12 +52,3 @@ class TaskModel(nn.Module):
         model: Any = self.backbone.model
         own = model.no_weight_decay() if hasattr(model, "no_weight_decay") else ()
         return {f"backbone.model.{name}" for name in own}
-
-
-def of_all_processes(mine: list[One]) -> list[One]:
-    """Return what all processes have, one after another, each giving ``mine``; all of them must ask."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return mine
-    parts: list[list[One]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(parts, mine)
-    return [one for part in parts for one in part]

@@ -7,15 +7,14 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torchmetrics.functional.classification import multiclass_confusion_matrix
 
 from hetdpt.core.errors import DataError
 from hetdpt.core.modules import memory_advice
+from hetdpt.core.processes import gather_lists, sum_over_processes
 from hetdpt.tasks.annotated import AnnotatedEvaluation, AnnotatedSource
 from hetdpt.tasks.masks import IGNORED
-from hetdpt.tasks.model import of_all_processes
 from hetdpt.tasks.segmenter import segment
 
 
@@ -93,10 +92,8 @@ def measure_segmentation(
         unreadable += batch.unreadable
         if progress is not None:
             progress(number, len(batches))
-    if dist.is_available() and dist.is_initialized():
-        dist.all_reduce(counts)
-        dist.all_reduce(seen)
-    unreadable = of_all_processes(unreadable)
+    counts, seen = sum_over_processes(counts), sum_over_processes(seen)
+    unreadable = gather_lists(unreadable)
     if not seen:
         raise DataError(f"none of the images can be read, {unreadable[0]} first; look at the files")
     return OverlapScores.of(counts, source.classes, unreadable)

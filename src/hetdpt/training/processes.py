@@ -11,6 +11,7 @@ from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, pa
 
 from hetdpt.core.errors import TrainError
 from hetdpt.core.modules import find_device
+from hetdpt.core.processes import is_distributed
 from hetdpt.training.bfloat16 import runs_bfloat16
 
 __all__ = ["Accelerator", "is_sharded", "start"]
@@ -28,7 +29,7 @@ def start(precision: str = "float32", device: str | None = None) -> Accelerator:
         torch.cuda.set_device(place)
     is_cpu = place.type == "cpu"
     # A run before this one in the same process may have had another precision or device.
-    AcceleratorState._reset_state(reset_partial_state=not torch.distributed.is_initialized())
+    AcceleratorState._reset_state(reset_partial_state=not is_distributed())
     name = _NAMES[_choose(precision, PartialState(cpu=is_cpu).device)]
     accelerator = Accelerator(cpu=is_cpu, mixed_precision=name)
     if int(os.environ.get("WORLD_SIZE", "1")) != accelerator.num_processes:

@@ -64,8 +64,8 @@ class Batches(Protocol):
         """Yield the batches of an epoch from batch ``start`` on: the very ones of the whole epoch."""
 
 
-class Lesson(Protocol):
-    """What is learned from a batch."""
+class LossFunction(Protocol):
+    """The loss of a model on a batch, which training minimises."""
 
     module: nn.Module
     """What is trained, as accelerate wrapped it."""
@@ -184,7 +184,7 @@ class Trainer:
     def __init__(
         self,
         accelerator: Accelerator,
-        objective: Lesson,
+        objective: LossFunction,
         batches: Batches,
         config: TrainConfig,
         *,
