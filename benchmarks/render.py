@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -21,6 +21,7 @@ from evidence import RESULTS, Results, Row
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from paper_printed import printed, said
 
+from hetdpt.core import format
 from hetdpt.flow.comparison.rows import RIGHT, difference_of
 from hetdpt.measurement.intervals import wilson_interval
 from hetdpt.selection.methods import METHODS
@@ -102,7 +103,7 @@ def times(value: Number, digits: int = 2) -> str:
     >>> times([1.271, 1.26, 1.31]), times(1.5)
     ('1.27x [1.26, 1.31]', '1.50x')
     """
-    return _interval(value, lambda number: f"{number:.{digits}f}", "x")
+    return _estimate(value, lambda middle: format.times(middle, digits, "x"), digits)
 
 
 def percent(value: Number, digits: int = 1) -> str:
@@ -111,7 +112,7 @@ def percent(value: Number, digits: int = 1) -> str:
     >>> percent([72.5, 69.7, 75.2])
     '72.5 % [69.7, 75.2]'
     """
-    return _interval(value, lambda number: f"{number:.{digits}f}", " %")
+    return _estimate(value, lambda middle: format.percent(middle, digits), digits)
 
 
 def signed(value: Number, digits: int = 1) -> str:
@@ -120,11 +121,15 @@ def signed(value: Number, digits: int = 1) -> str:
     >>> signed([-1.5, -3.7, 0.7])
     '−1.5 [−3.7, +0.7]'
     """
-    return _interval(value, lambda number: f"{number:+.{digits}f}".replace("-", "−"), "")
+
+    def spell(one: float) -> str:
+        return f"{one:+.{digits}f}".replace("-", "−")  # with a sign on 0 too: columns of differences
+
+    return _estimate(value, spell, spell)
 
 
 def giga(value: float, digits: int = 2) -> str:
-    """Return so many G.
+    """Return a number in G, whatever its size: the rows of a column share their unit.
 
     >>> giga(17563828224)
     '17.56 G'
@@ -133,7 +138,7 @@ def giga(value: float, digits: int = 2) -> str:
 
 
 def mega(value: float, digits: int = 2) -> str:
-    """Return so many M.
+    """Return a number in M, whatever its size.
 
     >>> mega(22436432)
     '22.44 M'
@@ -141,9 +146,11 @@ def mega(value: float, digits: int = 2) -> str:
     return f"{value / 1e6:.{digits}f} M"
 
 
-def _interval(value: Number, write: Any, unit: str) -> str:
-    middle, *ends = value if isinstance(value, list) else [value]
-    return f"{write(middle)}{unit}" + (f" [{', '.join(map(write, ends))}]" if ends else "")
+def _estimate(value: Number, spell: Callable[[float], str], ends: int | Callable[[float], str]) -> str:
+    if not isinstance(value, list):
+        return spell(value)
+    middle, low, high = value
+    return format.estimate(spell(middle), low, high, ends)
 
 
 def pages() -> Iterator[tuple[Path, str]]:

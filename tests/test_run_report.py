@@ -226,7 +226,7 @@ def test_the_page_shows_what_was_found(full: Path) -> None:
     assert write_reports(full) == {"html": "report.html", "markdown": "report.md", "json": "report.json"}
     text = Page.read(full).text
     for words in (
-        "1.43× faster", "0.84 points less accurate", "Goal met: 8 layers go", "95 % interval 1.40 – 1.46",
+        "1.43× faster", "0.84 points less accurate", "Goal met: 8 layers removed", "95 % interval 1.40 – 1.46",
         "cpu (Intel(R) Xeon(R), 2 threads), float32, batch 8", "360 validation images", "96.02 – 97.82",
         "lost 3 attention layers and 5 activations of 24 layers that can go", "5 FFNs became one linear layer each",
         "a polynomial through 20 samples, each after brief fine-tuning, measured on 287 training images", "Of degree 2",
@@ -241,7 +241,7 @@ def test_width_and_tokens_are_shown(tmp_path: Path) -> None:
     write_reports(run)
     page, markdown = Page.read(run), (run / REPORTS["markdown"]).read_text()
     for words in (
-        "chosen by the method hetdpt, and 31 % of its width.", "Goal met: at most 32.0 M MACs",
+        "chosen by the method hetdpt, and 31 % of its width.", "Goal met: at most 32M MACs",
         "Tokens are reduced: 8 tokens fewer after each attention",
         "It was tried with 0, 4 and 8 layers less. What goes is 3 attention layers and 5 activations, since with 8 "
         "layers less it is the most accurate. Accuracies are of 287 training images that were held out, of which one "

@@ -40,6 +40,7 @@ from hetdpt.cli.options import (
 )
 from hetdpt.cli.select import Candidates, Explore
 from hetdpt.cli.show import note_random_weights, print_, print_json, stages, table
+from hetdpt.core.format import amount, estimate, percent, signed, times
 
 if TYPE_CHECKING:
     from hetdpt.flow.collection.work import SampleDone as Sampled
@@ -176,7 +177,7 @@ def _blocks(blocks: tuple[int, ...]) -> str:
 def _print(found: MethodComparison) -> None:
     dense = found.dense
     typer.echo(
-        f"dense: accuracy {dense.accuracy:.2f} % of {dense.images} images, {dense.macs / 1e9:.3g} G MACs, "
+        f"dense: accuracy {percent(dense.accuracy)} of {dense.images} images, {amount(dense.macs)} MACs, "
         f"{dense.throughput:.4g} img/s ({found.measured})"
     )
     columns = ("split", "before", "accuracy", "spread", f"to {found.first} [95 %]", "speedup", "MACs", "seconds")
@@ -184,7 +185,7 @@ def _print(found: MethodComparison) -> None:
     for one in found.summaries:
         spread = f"{one.spread:.2f}" if one.spread is not None else "-"
         numbers = f"{one.start:.2f}", f"{one.accuracy:.2f}", spread, _spell(one.difference)
-        costs = f"{one.speedup:.3f}x", f"{100 * one.macs:.0f} %", f"{one.seconds:.0f}"
+        costs = times(one.speedup, 3, "x"), percent(100 * one.macs, 0), f"{one.seconds:.0f}"
         rows.add_row(str(one.layers), one.method, ", ".join(one.splits), *numbers, *costs)
     print_(rows)
     for warning in found.warnings:
@@ -192,4 +193,6 @@ def _print(found: MethodComparison) -> None:
 
 
 def _spell(difference: Difference | None) -> str:
-    return f"{difference.value:+.2f} [{difference.low:+.2f}, {difference.high:+.2f}]" if difference else "-"
+    if difference is None:
+        return "-"
+    return estimate(signed(difference.value), difference.low, difference.high, signed)

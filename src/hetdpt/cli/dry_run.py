@@ -28,7 +28,7 @@ def show_estimate(asked: RunConfig, redo: str | None, as_json: bool, quiet: bool
 
 
 def _print(found: Estimate, asked: RunConfig) -> None:
-    from hetdpt.report.words import duration
+    from hetdpt.core.format import duration
 
     rows = table("what would be done", "stage", "about", "what")
     rows.columns[-1].justify = "left"

@@ -86,7 +86,7 @@ class RunProgress:
 
 
 def _took(seconds: float) -> str:
-    from hetdpt.report.words import duration
+    from hetdpt.core.format import duration
 
     return f"done in {duration(seconds)}"
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
 from hetdpt.cli.show import print_, table
-from hetdpt.measurement.prices import UNITS
+from hetdpt.core.format import amount, estimate, percent, split_text, times
 
 if TYPE_CHECKING:
     from hetdpt.measurement.prices import Prices
@@ -101,9 +100,9 @@ def _print_allocation(allocation: Allocation, most: int | None) -> None:
     best = allocation.best
     others = [split for split in allocation.table if split.is_tied and split != allocation.table[0]]
     remove = f"remove {best.budget.attention} attention and {best.budget.activation} activation layers: predicted "
-    remove += f"{best.accuracy:.2f} % {_interval(best)}"
+    remove += estimate(percent(best.accuracy), best.low, best.high, 2)
     if allocation.rechecked:
-        return typer.echo(f"{remove}; {best.measured:.2f} % measured, the best of {len(allocation.rechecked)}")
+        return typer.echo(f"{remove}; {percent(best.measured)} measured, the best of {len(allocation.rechecked)}")
     typer.echo(
         f"{remove}; wins {100 * best.share:.0f} % of {DRAWS:,} bootstrap draws"
         + (f"; cannot be told from: {_names(others)}" if others else "")
@@ -119,8 +118,8 @@ def _print_splits(title: str, splits: Sequence[Split], most: int | None, is_choi
     rows.columns[-1].justify, rows.show_edge = "left", False  # so that it fits in 120 columns
     for split in splits[:most]:
         counts = split.budget.attention, split.budget.activation, split.layers
-        cells = [*map(str, counts), f"{split.accuracy:.2f}", _interval(split)]
-        cells += [f"{100 * split.share:.1f} %"] if is_choice else []
+        cells = [*map(str, counts), f"{split.accuracy:.2f}", f"[{split.low:.2f}, {split.high:.2f}]"]
+        cells += [percent(100 * split.share, 1)] if is_choice else []
         cells += _costs(split)
         rows.add_row(*cells, _note(split, is_first=is_choice and split == splits[0]))
     print_(rows)
@@ -129,26 +128,10 @@ def _print_splits(title: str, splits: Sequence[Split], most: int | None, is_choi
 
 
 def _costs(split: Split) -> list[str]:
-    cells = [] if split.macs is None or split.params is None else [_short(split.macs), _short(split.params)]
+    cells = [] if split.macs is None or split.params is None else [amount(split.macs, 2), amount(split.params, 2)]
     if split.speedup is None:
         return cells
-    return [*cells, f"{split.speedup:.3f}x" if isfinite(split.speedup) else "-"]
-
-
-def _short(value: float) -> str:
-    """Return a number as one says it.
-
-    >>> _short(3219068928.0), _short(15933008.0), _short(512.0)
-    ('3.22 G', '15.93 M', '512')
-    """
-    for unit in ("g", "m", "k"):
-        if abs(value) >= UNITS[unit]:
-            return f"{value / UNITS[unit]:.2f} {unit.upper()}"
-    return f"{value:.4g}"
-
-
-def _interval(split: Split) -> str:
-    return f"[{split.low:.2f}, {split.high:.2f}]"
+    return [*cells, times(split.speedup, 3, "x")]
 
 
 def _note(split: Split, is_first: bool) -> str:
@@ -162,5 +145,5 @@ def _note(split: Split, is_first: bool) -> str:
 
 
 def _names(splits: Iterable[Split]) -> str:
-    names = [f"{split.budget.attention}+{split.budget.activation}" for split in splits]
+    names = [split_text(split.budget) for split in splits]
     return ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")

@@ -193,17 +193,18 @@ def do(asked: RunConfig, redo: str | None, until: str | None, as_json: bool, qui
 
 def _print(found: RunSummary, out: Path) -> None:
     """Print the dense model, the pruned one and those of other methods in a table, and where all of it is."""
+    from hetdpt.core.format import machine, widths
     from hetdpt.flow.stages.outcome import ONNX, SAVED
     from hetdpt.report.commands import further
     from hetdpt.report.headline import title
     from hetdpt.report.run import RunRecord
-    from hetdpt.report.words import place, widths
     from hetdpt.report.write import REPORTS
 
     print_(_table(found, out))
     record = RunRecord.read(out)
-    assert record.results.measure is not None
-    typer.echo(f"{title(record)}; {found.images} images, {place(record.results.measure)}")
+    measured = record.results.measure
+    assert measured is not None
+    typer.echo(f"{title(record)}; {found.images} images, {machine(measured, measured.batch)}")
     gone = (f"{kind} {' '.join(map(str, found.plan[kind])) or 'none'}" for kind in KINDS)
     typer.echo(f"removed: {'; '.join(gone)}")
     if found.ratios:
@@ -223,7 +224,7 @@ def _print(found: RunSummary, out: Path) -> None:
 
 def _table(found: RunSummary, out: Path) -> Any:
     """Return the table of all models."""
-    from hetdpt.report.words import amount, milliseconds, percent, times
+    from hetdpt.core.format import amount, milliseconds, percent, times
     from hetdpt.store.stage_directory import read_stages
 
     rows = table("what it came to", "", "accuracy", "params", "MACs", "of a batch", "speedup")

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from hetdpt.core.format import amount, percent
 from hetdpt.core.plan import Plan
 
 if TYPE_CHECKING:
@@ -216,8 +217,8 @@ def note_random_weights(model: str, weights: Path | None, pretrained: bool) -> N
 def print_costs(costs: dict[str, Costs]) -> None:
     rows = table("costs of one image", "", "params", "MACs", "MACs without attention products")
     for name, cost in costs.items():
-        numbers = (cost.params / 1e6, cost.macs / 1e9, cost.macs_without_attention_products / 1e9)
-        rows.add_row(name, f"{numbers[0]:.2f} M", f"{numbers[1]:.2f} G", f"{numbers[2]:.2f} G")
+        numbers = cost.params, cost.macs, cost.macs_without_attention_products
+        rows.add_row(name, *(amount(number, 2) for number in numbers))
     print_(rows)
     if len(costs) == 2:
         dense, pruned = costs.values()
@@ -257,7 +258,7 @@ def print_breakdown(latency: LatencyTable) -> None:
     rows = table("where it goes", "kind of layer", "ms", "share")
     total = sum(value.value for value in latency.breakdown.values())
     for kind, value in latency.breakdown.items():
-        rows.add_row(kind, f"{value.value:.2f}", f"{100 * value.value / total:.0f} %")
+        rows.add_row(kind, f"{value.value:.2f}", percent(100 * value.value / total, 0))
     print_(rows)
 
 

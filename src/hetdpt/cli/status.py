@@ -19,8 +19,8 @@ def status(
     """Show what of a run is done, running and left; the run itself is not touched."""
     from rich.markup import escape
 
+    from hetdpt.core.format import duration
     from hetdpt.report.status import read_status
-    from hetdpt.report.words import duration
     from hetdpt.store.stage_directory import CONFIG
 
     found = read_status(run)

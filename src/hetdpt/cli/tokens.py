@@ -32,8 +32,8 @@ from hetdpt.cli.options import (
 )
 from hetdpt.cli.show import note_random_weights, print_, print_json, stages, table
 from hetdpt.core.errors import MeasureError
+from hetdpt.core.format import amount, estimate, percent, times
 from hetdpt.report.tokens import name_of
-from hetdpt.report.words import amount
 
 if TYPE_CHECKING:
     from torch import nn
@@ -182,9 +182,9 @@ def _print(points: list[dict[str, Any]]) -> None:
     rows = table(f"{last['method']}, {last['schedule']} schedule", "model", *columns)
     for one in points:
         cells = [str(one["r"]), str(one["tokens_left"]), amount(one["macs"]), f"{one['throughput']:.4g}"]
-        cells.append(f"{one['speedup']:.3f}x [{one['speedup_low']:.3f}, {one['speedup_high']:.3f}]")
+        cells.append(estimate(times(one["speedup"], 3, "x"), one["speedup_low"], one["speedup_high"], 3))
         if has_accuracy:
-            cells.append(f"{one['top1']:.2f} % [{one['low']:.1f}, {one['high']:.1f}]")
+            cells.append(estimate(percent(one["top1"]), one["low"], one["high"]))
         rows.add_row(name_of(one), *cells)
     print_(rows)
     images = f"; accuracy on {last['images']} images" if has_accuracy else ""

@@ -39,8 +39,8 @@ from hetdpt.cli.options import (
 )
 from hetdpt.cli.show import note_random_weights, print_, print_json, stages, table
 from hetdpt.core.errors import MeasureError, PlanError
+from hetdpt.core.format import amount, counted
 from hetdpt.report.transfer import cells, columns, measured, places
-from hetdpt.report.words import amount, counted
 
 if TYPE_CHECKING:
     from hetdpt.core.plan import Plan

@@ -25,6 +25,7 @@ from hetdpt.cli.options import (
 )
 from hetdpt.cli.show import note_random_weights, print_, print_costs, print_json, stages, table
 from hetdpt.core.errors import DataError, ModelError, PlanError
+from hetdpt.core.format import estimate, percent
 from hetdpt.measurement.prices import read_amount
 
 if TYPE_CHECKING:
@@ -221,7 +222,7 @@ def _print(found: Narrowed, sizes: dict[str, Sizes], costs: dict[str, Costs], sc
     if found.speedup is not None:
         typer.echo(f"speedup {found.speedup:.3f}x measured, the two taking turns")
     for name, score in scores.items():
-        typer.echo(f"accuracy {name}: {score.top1:.2f} % [{score.low:.1f}, {score.high:.1f}] of {score.count} images")
+        typer.echo(f"accuracy {name}: {estimate(percent(score.top1), score.low, score.high)} of {score.count} images")
 
 
 def _spell(values: int | tuple[int, ...]) -> str:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from hetdpt.adapters.models import input_size_of
 from hetdpt.core.errors import MeasureError
+from hetdpt.core.format import estimate, times
 from hetdpt.core.modules import evaluating, random_images
 from hetdpt.core.plan import Measurement, Site
 from hetdpt.surgery.merge import merge_
@@ -46,7 +47,7 @@ class Ratio:
     high: float
 
     def __str__(self) -> str:
-        return f"{self.value:.3f}x [{self.low:.3f}, {self.high:.3f}]"
+        return estimate(times(self.value, 3, "x"), self.low, self.high, 3)
 
 
 @dataclass(frozen=True)

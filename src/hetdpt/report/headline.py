@@ -4,24 +4,24 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hetdpt.core.tokens import Tokens
-from hetdpt.report.results import Analysis, Balance, GoalResult, Measured, Merge, Narrowing, Selection, Speedup
-from hetdpt.report.run import RunRecord
-from hetdpt.report.words import (
+from hetdpt.core.format import (
     amount,
     change,
     counted,
-    fewer,
+    fewer_tokens,
     interval,
     layers,
     milliseconds,
     percent,
-    short,
+    split_text,
     times,
-    wanted,
     width,
     widths,
 )
+from hetdpt.core.goals import describe
+from hetdpt.core.tokens import Tokens
+from hetdpt.report.results import Analysis, Balance, GoalResult, Measured, Merge, Narrowing, Selection, Speedup
+from hetdpt.report.run import RunRecord
 
 NAMED = 8  # splits in a sentence
 FAR = 1.5  # times as long as a batch, the sum of its layers is in doubt
@@ -126,7 +126,7 @@ def _dense_tile(found: Analysis) -> Tile:
 
 def goal_line(goal: GoalResult) -> str:
     """Return whether the goal was met and, if not, by how much it was missed."""
-    return f"Goal met: {wanted(goal.wanted)}" if goal.is_met else f"Goal missed: {goal.text}"
+    return f"Goal met: {describe(goal.wanted)}" if goal.is_met else f"Goal missed: {goal.text}"
 
 
 def merged(found: Merge) -> str:
@@ -155,7 +155,7 @@ def balanced(found: Balance) -> str:
     tried = f"{', '.join(others)} and {last}" if others else last
     taken = layers(found.budget.attention, found.budget.activation)
     return (
-        f"What layers leave of the goal, {wanted(found.target)}, is for width to meet. It was tried with {tried} "
+        f"What layers leave of the goal, {describe(found.target)}, is for width to meet. It was tried with {tried} "
         f"layers less. What goes is {taken}, since {found.why}. Accuracies are of {found.measured_on}, of which one is "
         f"{100 / found.images:.2f} points."
     )
@@ -163,7 +163,7 @@ def balanced(found: Balance) -> str:
 
 def reduced(found: Tokens) -> str:
     """Return how many tokens go."""
-    return f"Tokens are reduced: {fewer(found)}."
+    return f"Tokens are reduced: {fewer_tokens(found)}."
 
 
 def narrowed(found: Narrowing) -> str:
@@ -172,7 +172,7 @@ def narrowed(found: Narrowing) -> str:
     speed = f", {times(found.speedup)} faster than the dense model" if found.speedup is not None else ""
     return (
         f"Of its sizes these parts went: {widths(found.ratios)}. They were found in "
-        f"{counted(found.tried, 'trial')}, for {wanted(found.target)}; merged, it has {left}{speed}."
+        f"{counted(found.tried, 'trial')}, for {describe(found.target)}; merged, it has {left}{speed}."
     )
 
 
@@ -191,7 +191,7 @@ def confidence(record: RunRecord) -> list[str]:
     splits = counted(len(found.table), "split")
     said.append(f"The best of {splits} in {percent(100 * found.share, 0)} of the draws of samples.")
     if tied:
-        names = ", ".join(short(row.budget) for row in tied[:NAMED])
+        names = ", ".join(split_text(row.budget) for row in tied[:NAMED])
         more = f" and {len(tied) - NAMED} more" if len(tied) > NAMED else ""
         said.append(f"By the intervals of the polynomial it cannot be told from {names}{more}.")
     return said

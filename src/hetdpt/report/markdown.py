@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
+from hetdpt.core.format import duration, machine
+from hetdpt.core.goals import describe
 from hetdpt.core.plan import KINDS
 from hetdpt.report.commands import commands, further
 from hetdpt.report.headline import balanced, confidence, difference, goal_line, lead, narrowed, title
 from hetdpt.report.run import RunRecord
 from hetdpt.report.tables import Table, balance_table, before_and_after, comparison_table, runs_table
-from hetdpt.report.words import duration, place, wanted
 
 SPECIAL = re.compile(r"([\\`*_{}\[\]()#|~!<>&])")
 
@@ -31,10 +32,12 @@ def _run(record: RunRecord, level: int) -> Iterable[str]:
     if record.summary and record.summary.goal:
         yield from _goal(record)
     else:
-        yield from (f"Asked for: {_plain(wanted(record.goals))}", "")
+        yield from (f"Asked for: {_plain(describe(record.goals))}", "")
     results = record.results
     if results.measure:
-        said = f"{difference(results.measure)} The models took turns on {place(results.measure)}."
+        said = (
+            f"{difference(results.measure)} The models took turns on {machine(results.measure, results.measure.batch)}."
+        )
         yield from (*_table(before_and_after(results.measure)), "", _plain(said), "")
     if results.select:
         yield from _layers(record, heading)

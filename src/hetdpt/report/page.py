@@ -15,11 +15,12 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+from hetdpt.core.format import duration, machine, percent
+from hetdpt.core.goals import describe
 from hetdpt.report import figures, headline, tables
 from hetdpt.report.commands import commands, further
 from hetdpt.report.pictures.latency import share
 from hetdpt.report.run import RunRecord
-from hetdpt.report.words import duration, percent, place, wanted
 
 TITLES = {
     "numbers": "Before and after",
@@ -85,7 +86,7 @@ def _comparison(records: Sequence[RunRecord]) -> dict[str, Any]:
     return {
         "table": tables.runs_table(records),
         "figure": figures.runs(records) if measured else None,
-        "places": list(dict.fromkeys(map(place, measured))),
+        "places": list(dict.fromkeys(machine(one, one.batch) for one in measured)),
     }
 
 
@@ -114,10 +115,10 @@ def _view(record: RunRecord, key: str, name: str) -> dict[str, Any]:
         "phrases": headline.title(record).split(", "),
         "lead": headline.lead(record),
         "tiles": headline.tiles(record),
-        "place": place(measured_on) if measured_on else None,
+        "place": machine(measured_on, results.measure.batch if results.measure else None) if measured_on else None,
         "goal": goal,
         "further": further(goal.next.budget, record.directory) if goal and goal.next else None,
-        "goal_line": headline.goal_line(goal) if goal else f"Asked for: {wanted(record.goals)}",
+        "goal_line": headline.goal_line(goal) if goal else f"Asked for: {describe(record.goals)}",
         "difference": headline.difference(results.measure) if results.measure else "",
         "merged": headline.merged(results.merge) if results.merge else "",
         "tokens": headline.reduced(results.reduce) if results.reduce else "",

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from hetdpt.core.format import amount, counted, duration, fewer_tokens, machine, percent, times, widths
 from hetdpt.core.tokens import Tokens
 from hetdpt.report.results import (
     AllocationResult,
@@ -23,7 +24,6 @@ from hetdpt.report.results import (
     Selection,
 )
 from hetdpt.report.run import RunRecord
-from hetdpt.report.words import amount, counted, duration, fewer, percent, place, times, widths
 from hetdpt.store.lock import is_in_use
 from hetdpt.store.stage_directory import STAGES, StageRecord
 
@@ -113,9 +113,10 @@ def _outcome(result: object) -> str:
         case Merge(merged=merged):
             return f"{counted(merged, 'FFN')} merged"
         case Tokens():
-            return fewer(result)
+            return fewer_tokens(result)
         case Measured():
-            return f"{percent(result.pruned.accuracy.top1)}, {times(result.speedup.value)} ({place(result)})"
+            where = machine(result, result.batch)
+            return f"{percent(result.pruned.accuracy.top1)}, {times(result.speedup.value)} ({where})"
         case Saved():
             return ", ".join(filter(None, (result.model, result.onnx)))
         case ComparisonResult(rows=rows):

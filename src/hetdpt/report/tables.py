@@ -5,23 +5,23 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from hetdpt.report.results import Balance, Measured, MethodRow, Side
-from hetdpt.report.run import RunRecord
-from hetdpt.report.words import (
+from hetdpt.core.format import (
     NONE,
     SIZES,
     amount,
     change,
     interval,
+    machine,
     milliseconds,
     number,
     percent,
-    place,
-    short,
     signed,
+    split_text,
     times,
-    wanted,
 )
+from hetdpt.core.goals import describe
+from hetdpt.report.results import Balance, Measured, MethodRow, Side
+from hetdpt.report.run import RunRecord
 
 Table = tuple[tuple[str, ...], list[tuple[str, ...]]]
 """Names of the columns, and rows."""
@@ -76,7 +76,7 @@ def comparison_table(record: RunRecord) -> Table:
     return names, [
         (
             row.method,
-            short(row.plan.budget) if row.plan else NONE,
+            split_text(row.plan.budget) if row.plan else NONE,
             percent(row.start),
             percent(row.accuracy),
             times(row.speedup),
@@ -94,7 +94,7 @@ def balance_table(found: Balance) -> Table:
     names = ("split", "untrained", "accuracy", "speedup", "MACs", "params", *SIZES.values())
     return names, [
         (
-            f"{short(one.budget)}{' ✓' * (one.budget == found.budget)}",
+            f"{split_text(one.budget)}{' ✓' * (one.budget == found.budget)}",
             percent(one.start),
             percent(one.accuracy),
             times(one.speedup),
@@ -119,7 +119,7 @@ def labels(records: Sequence[RunRecord]) -> list[str]:
 
 
 def _run_row(name: str, record: RunRecord) -> tuple[str, ...]:
-    measured, asked = record.results.measure, wanted(record.goals)
+    measured, asked = record.results.measure, describe(record.goals)
     about = name, record.model, asked, _ways(record)
     if measured is None:
         return *about, *[NONE] * 5, f"not finished: next stage is {record.next_stage}"
@@ -131,7 +131,7 @@ def _run_row(name: str, record: RunRecord) -> tuple[str, ...]:
         f"{times(speed.value)} ({interval(speed.low, speed.high)})",
         amount(pruned.macs),
         amount(pruned.params),
-        place(measured),
+        machine(measured, measured.batch),
     )
 
 

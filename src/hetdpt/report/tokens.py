@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hetdpt.core.format import layers
 from hetdpt.report.panels import require_figure, tidy
 from hetdpt.report.scan import Look
-from hetdpt.report.words import layers
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hetdpt.report.words import amount, layers, signed
+from hetdpt.core.format import amount, estimate, layers, percent, signed
 
 Row = Mapping[str, Any]
 """One of ``rows`` in results.json: a model, and what it came to."""
@@ -29,12 +29,12 @@ def cells(row: Row) -> list[str]:
     gone = layers(row["attention"], row["activation"]) if row["attention"] or row["activation"] else ""
     to_first = ""
     if row["difference"] is not None:
-        value, low, high = (signed(row[f"difference{end}"]) for end in ("", "_low", "_high"))
-        to_first = f"{value} [{low}, {high}]"
+        ends = row["difference_low"], row["difference_high"]
+        to_first = estimate(signed(row["difference"]), *ends, signed)
     how = [str(row["width"]), f"{row['strength']:g}"] if row["epochs"] is None else [str(row["epochs"])]
     return [
         f"{gone}, {row['removal']}" if row["removal"] else gone,
-        f"{row['top1']:.2f} % [{row['low']:.1f}, {row['high']:.1f}]",
+        estimate(percent(row["top1"]), row["low"], row["high"]),
         to_first,
         amount(row["macs"]),
         amount(row["params"]),

@@ -16,6 +16,8 @@ import torch
 from torch import nn
 
 from hetdpt.core.errors import TrainError
+from hetdpt.core.format import counted, fewer_tokens
+from hetdpt.core.goals import describe
 from hetdpt.core.host import peak_memory
 from hetdpt.core.plan import KINDS, Budget, Kind, Plan
 from hetdpt.core.tokens import read_tokens
@@ -32,7 +34,6 @@ from hetdpt.flow.stages.width import TIMING_SECONDS as BALANCE_SECONDS
 from hetdpt.measurement.costs import Costs
 from hetdpt.measurement.machine import Machine
 from hetdpt.reduce.width.search import SECONDS
-from hetdpt.report.words import counted, fewer, wanted
 from hetdpt.selection.entropy import require_offered
 from hetdpt.selection.methods import Method, method_called
 from hetdpt.selection.select import kinds_of
@@ -258,7 +259,7 @@ class _Forecast:
     def _narrow(self) -> StageEstimate:
         config = self.config
         goals = {"macs": config.macs, "params": config.params, "speedup": config.speedup}
-        goal = wanted({name: value for name, value in goals.items() if value is not None})
+        goal = describe({name: value for name, value in goals.items() if value is not None})
         return StageEstimate(
             stage="narrow",
             text=f"width for the rest of the goal, {goal}: {config.images} training images",
@@ -284,7 +285,7 @@ class _Forecast:
         return StageEstimate(stage="merge", text=text, seconds=2 * self._saving, left=self.weights)
 
     def _reduce(self) -> StageEstimate:
-        text = fewer(read_tokens(self.config.tokens or ""))
+        text = fewer_tokens(read_tokens(self.config.tokens or ""))
         return StageEstimate(stage="reduce", text=text, seconds=2 * self._saving, left=self.weights)
 
     def _measure(self) -> StageEstimate:

@@ -14,6 +14,7 @@ from torch import nn
 
 from hetdpt.adapters.preprocessing import preprocessing_of
 from hetdpt.core.errors import PlanError
+from hetdpt.core.format import counted
 from hetdpt.core.plan import KINDS, Budget, Plan
 from hetdpt.data.fixed_batches import LabelledBatches
 from hetdpt.data.sources import Data
@@ -26,7 +27,6 @@ from hetdpt.flow.stages.task import Result, StageTask
 from hetdpt.measurement.speed import measure_throughput
 from hetdpt.reduce.width.narrow import Narrowed, narrow_to
 from hetdpt.report.results import Candidate
-from hetdpt.report.words import counted
 from hetdpt.selection.predictor.allocate import Split
 from hetdpt.selection.predictor.allocate import allocate as split_budget
 from hetdpt.selection.select import select as select_layers

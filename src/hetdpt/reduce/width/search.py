@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from hetdpt.core.errors import PlanError
+from hetdpt.core.goals import short
 from hetdpt.core.modules import clone
 from hetdpt.measurement.speed import measure_throughput
 from hetdpt.reduce.width.choice import Kept, Ratios
@@ -146,21 +147,9 @@ class RatioSearch:
 
     @property
     def _wish(self) -> str:
-        return f"{self.name} of {_number(self.target)}"
+        return f"{self.name} of {short(self.target)}"
 
     def spell(self, tried: Tried) -> str:
         if tried.speedup is not None:
             return f"a speedup of {tried.speedup:.3f}"
-        return f"{_number(getattr(tried, self.name))} {self.name}"
-
-
-def _number(value: float) -> str:
-    """Return a number as people write it.
-
-    >>> _number(2.4e9), _number(5.72e6), _number(1.5)
-    ('2.4G', '5.72M', '1.5')
-    """
-    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if value >= size:
-            return f"{value / size:.4g}{unit}"
-    return f"{value:.4g}"
+        return f"{short(getattr(tried, self.name))} {self.name}"

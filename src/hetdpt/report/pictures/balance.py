@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from markupsafe import Markup
 
+from hetdpt.core.format import counted, percent, split_text, times, widths
 from hetdpt.report.pictures.svg import circle, drawing, frame, mark, path, ring
 from hetdpt.report.results import Balance, Candidate
-from hetdpt.report.words import counted, percent, short, times, widths
 
 HIGH = 240.0
 
@@ -36,7 +36,7 @@ def _drawn(found: Balance, name: str, up: str, width: float) -> Markup:
 
 def _hint(one: Candidate, is_chosen: bool) -> str:
     lines = [
-        f"{counted(one.layers, 'layer')} less: {short(one.budget)}",
+        f"{counted(one.layers, 'layer')} less: {split_text(one.budget)}",
         f"{percent(one.accuracy)}, {percent(one.start)} untrained",
         f"speedup {times(one.speedup)}",
         f"less {widths(one.ratios)}",

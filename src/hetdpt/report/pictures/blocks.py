@@ -8,11 +8,11 @@ from math import ceil
 
 from markupsafe import Markup
 
+from hetdpt.core.format import number
 from hetdpt.core.plan import KINDS, Kind, Site
 from hetdpt.report.pictures.svg import NARROW_BELOW, cross, drawing, mark, rectangle, text
 from hetdpt.report.results import Pick
 from hetdpt.report.run import RunRecord
-from hetdpt.report.words import number
 
 Key = tuple[Kind, int]
 """A kind of layer, and its block."""

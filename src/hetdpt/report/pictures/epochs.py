@@ -7,9 +7,9 @@ from math import isfinite
 
 from markupsafe import Markup
 
+from hetdpt.core.format import number, percent
 from hetdpt.report.pictures.svg import Frame, circle, drawing, frame, line, mark, path, shape, tag, text
 from hetdpt.report.results import EpochResult, Recovery
-from hetdpt.report.words import number, percent
 
 SERIES = {"last": "as trained", "ema": "moving average"}
 """What is known of the accuracy of an epoch, and what to call it."""

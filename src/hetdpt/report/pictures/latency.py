@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from markupsafe import Markup
 
+from hetdpt.core.format import milliseconds, percent
 from hetdpt.report.pictures.svg import LETTER, Scale, drawing, mark, rectangle, tag, text
 from hetdpt.report.results import Measured
-from hetdpt.report.words import milliseconds, percent
 
 KINDS = ("attention", "FFN linear", "activation", "norm", "other")
 """Kinds of layers that have a colour of their own."""

@@ -9,6 +9,7 @@ from math import isfinite
 
 from markupsafe import Markup
 
+from hetdpt.core.format import interval, machine, percent, split_text, times
 from hetdpt.core.plan import Budget
 from hetdpt.report.comparison import LOOKS, OTHER
 from hetdpt.report.frontier import REACH
@@ -30,7 +31,6 @@ from hetdpt.report.pictures.svg import (
 from hetdpt.report.results import AccuracyResult, Analysis, Measured, MethodRow, Predicted, Taken
 from hetdpt.report.run import RunRecord
 from hetdpt.report.tables import compared, labels
-from hetdpt.report.words import interval, percent, place, short, times
 
 BLACK = "#000000"  # which on a dark page is drawn in the colour of letters
 NAME, LINE = 90.0, 14.0  # room that the name of a run takes
@@ -104,7 +104,7 @@ def frontier(record: RunRecord, width: float) -> Markup:
     crosses = [_sample(one, plot.at(where(one.budget), one.accuracy)) for one in samples]
     parts = [plot.axes(), *_best(best, where, plot), tag("g", *crosses, data_series="samples")]
     if (chosen := allocation.chosen) is not None and isfinite(where(chosen.budget)):
-        x, hint = plot.x(where(chosen.budget)), f"chosen: {short(chosen.budget)}\n{_said(chosen)}"
+        x, hint = plot.x(where(chosen.budget)), f"chosen: {split_text(chosen.budget)}\n{_said(chosen)}"
         parts.append(tag("g", mark(hint, ring(x, plot.y.clipped(chosen.predicted), 9)), data_series="chosen"))
     if final:
         parts.append(tag("g", _final(final, plot), data_series="final"))
@@ -132,7 +132,7 @@ def _best(best: Sequence[Predicted], where: _Places, plot: Frame) -> Iterator[Ma
     ]
     dots = [
         mark(
-            f"best predicted: {short(one.budget)}\n{_said(one)}",
+            f"best predicted: {split_text(one.budget)}\n{_said(one)}",
             circle(*at[one.budget], 4, "beyond" if one.is_beyond else "best"),
         )
         for one in best
@@ -148,7 +148,7 @@ def _said(one: Predicted) -> str:
 
 
 def _sample(one: Taken, at: tuple[float, float]) -> Markup:
-    hint = f"sample {short(one.budget)}\n{percent(one.accuracy)}"
+    hint = f"sample {split_text(one.budget)}\n{percent(one.accuracy)}"
     return mark(hint, circle(*at, 8, "grasp"), cross(*at, "sample"))
 
 
@@ -234,7 +234,12 @@ def _run(name: str, method: str, one: Measured, plot: Frame, height: float) -> M
     """Return a run: a line from its dense model, its point, and its name at ``height``."""
     dense, pruned, speed = one.dense.accuracy, one.pruned.accuracy, one.speedup
     start, end = plot.at(1.0, dense.top1), plot.at(speed.value, pruned.top1)
-    lines = name, f"{percent(pruned.top1)}, {percent(dense.top1)} before", f"speedup {times(speed.value)}", place(one)
+    lines = (
+        name,
+        f"{percent(pruned.top1)}, {percent(dense.top1)} before",
+        f"speedup {times(speed.value)}",
+        machine(one, one.batch),
+    )
     is_right = end[0] > 0.6 * plot.width
     words = text(end[0] + (-11 if is_right else 11), height, name, "name", anchor="end" if is_right else None)
     point = mark("\n".join(lines), *_bars(plot, end, (speed.low, speed.high), pruned), marker(method, *end, 6.5), words)

@@ -8,11 +8,11 @@ from math import ceil
 
 from markupsafe import Markup
 
+from hetdpt.core.format import interval, percent, times
 from hetdpt.core.plan import Budget
 from hetdpt.report.pictures.svg import Scale, cross, drawing, mark, rectangle, ring, text
 from hetdpt.report.results import FitResult, Predicted, Results
 from hetdpt.report.run import RunRecord
-from hetdpt.report.words import interval, percent, times
 
 LEFT, TOP, BELOW = 40.0, 26.0, 92.0  # room for numbers and words around the cells
 MOST = 56.0  # the widest cell
