@@ -75,7 +75,7 @@ def stage_results(config: dict[str, Any]) -> dict[str, Any]:
         "recover": {"start": 90.0, "epochs": epochs(), "unreadable": []},
         "merge": {"merged": 0 if config["layers"] == 0 else 5, "difference": 1e-6},
         "measure": measured(),
-        "save": {"model": "model", "onnx": None, "onnx_difference": None, "bytes": 1_900_000},
+        "save": {"model": "model", "exports": {}, "bytes": 1_900_000},
         "report": {"files": []},
     }  # fmt: skip
     if config["method"] == "hetdpt" and config["layers"] != 0:

@@ -13,13 +13,14 @@ from torch import Tensor, nn
 import hetdpt
 from hetdpt.core.errors import FileError, ModelError
 from hetdpt.core.plan import Plan
+from hetdpt.export.exported import Exported
 
 PARITY = 1e-4  # of the largest output: two runtimes sum float32 in different orders
 REFUSED = "gemma4_vit_167m"  # its control flow looks at values
 QUICK = ["vit_tiny_patch16_224", "swin_tiny_patch4_window7_224", "hf ViTForImageClassification"]
 
 
-def export(family: Family, path: Path) -> hetdpt.export.onnx.OnnxExport:
+def export(family: Family, path: Path) -> Exported:
     model = family.build()
     plan = family.plan(hetdpt.sites(model, family.size))
     hetdpt.merge_(hetdpt.prune_(model, plan, family.size))

@@ -62,7 +62,7 @@ RESULTS: dict[str, dict[str, Any]] = {
         **MACHINE,
         "batch": 8,
     },
-    "save": {"model": "model", "onnx": "model.onnx", "bytes": 123},
+    "save": {"model": "model", "exports": {"model.onnx": 1e-6}, "bytes": 123},
     "compare": {"rows": [{"method": "random", "accuracy": 95.0}], "images": 360},
     "report": {},
 }

@@ -35,6 +35,7 @@ from hetdpt.cli.show import (
     progress,
 )
 from hetdpt.core.plan import Plan
+from hetdpt.export.runtimes import SUFFIXES, runtime_of
 
 
 def inspect(
@@ -189,20 +190,21 @@ def apply(
 
 def export(
     directory: Annotated[str, typer.Argument(help="A saved directory (or a model's name).")],
-    out: Annotated[Path, typer.Option(help="ONNX file to write.")],
+    out: Annotated[Path, typer.Option(help=f"File to write; its ending says what for: {SUFFIXES}.")],
     overwrite: Overwrite = False,
     as_json: Json = False,
 ) -> None:
-    """Write a saved model as ONNX with a dynamic batch and compare it with ONNX Runtime."""
-    from hetdpt.export.onnx import export_onnx
+    """Write a saved model for another runtime, with a dynamic batch, and compare that with torch."""
+    from hetdpt.export.exported import export_model
     from hetdpt.export.saved import open_model
 
-    result = export_onnx(open_model(directory), out, overwrite=overwrite)
+    result = export_model(open_model(directory), out, overwrite=overwrite)
     if as_json:
         return print_json(**{**asdict(result), "path": str(result.path)})
     size = out.stat().st_size / 2**20
     typer.echo(
-        f"wrote {out} ({size:.1f} MiB); ONNX Runtime differs from torch by {result.largest_difference:.1e} at most"
+        f"wrote {out} ({size:.1f} MiB); {runtime_of(out).runner} differs from torch by at most "
+        f"{result.largest_difference:.1e}"
     )
 
 

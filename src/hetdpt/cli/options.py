@@ -14,6 +14,7 @@ from hetdpt.core.errors import ModelError, PlanError, PredictError, TrainError
 from hetdpt.core.host import cores
 from hetdpt.core.plan import Plan
 from hetdpt.core.published import PREFIX, published_plan
+from hetdpt.data.table import FORMS
 from hetdpt.store.atomic import parse_json
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ Quiet = Annotated[bool, typer.Option("--quiet", help="No progress bar.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")]
 DataName = Annotated[
     str,
-    typer.Option("--data", help="A folder with train/ and val/, torch/cifar100, hfds/NAME, wds/FOLDER, or demo."),
+    typer.Option("--data", help=f"The images to train and measure on: {FORMS}."),
 ]
 Fraction = Annotated[float | None, typer.Option(help="Part of the images to use, 0 to 1.")]
 PerClass = Annotated[int | None, typer.Option(min=1, help="Images of each class to use.")]

@@ -35,6 +35,8 @@ from hetdpt.cli.options import (
 from hetdpt.cli.select import NAMES
 from hetdpt.cli.show import is_first_process, print_, print_json, table
 from hetdpt.core.plan import KINDS
+from hetdpt.data.table import FORMS
+from hetdpt.export.runtimes import EXPORTS
 
 if TYPE_CHECKING:
     from hetdpt.flow.config import RunConfig
@@ -61,9 +63,7 @@ def run(
     model: Annotated[
         str | None, typer.Argument(help="A timm name, hf:NAME, a saved directory, or demo; or say it in --config.")
     ] = None,
-    data: Annotated[
-        str | None, typer.Option(help="A folder with train/ and val/, torch/cifar100, hfds/NAME, wds/FOLDER, or demo.")
-    ] = None,
+    data: Annotated[str | None, typer.Option(help=f"The images to train and measure on: {FORMS}.")] = None,
     out: Annotated[
         Path | None, typer.Option(help="Run directory; the same command again goes on where it stopped.")
     ] = None,
@@ -115,7 +115,10 @@ def run(
     tokens: Annotated[
         str | None, typer.Option(help="Reduce tokens of the model at the end, such as tome:8 or gtp:8.")
     ] = None,
-    onnx: Annotated[bool, typer.Option("--onnx", help="Write the model as ONNX too.")] = False,
+    export: Annotated[
+        str | None, typer.Option(help=f"Other runtimes to export the model to as well: {', '.join(EXPORTS)}.")
+    ] = None,
+    onnx: Annotated[bool, typer.Option("--onnx", help="The same as --export onnx.")] = False,
     weights: Weights = None,
     pretrained: Pretrained = False,
     num_classes: Classes = None,
@@ -152,6 +155,8 @@ def _changes(given: dict[str, Any], file: Path | None) -> dict[str, Any]:
         changes["recovery.training.epochs"] = given["epochs"]
     if "compare" in given:
         changes["compare"] = [name.strip() for name in given["compare"].split(",") if name.strip()]
+    if "export" in given:
+        changes["export"] = [name.strip() for name in given["export"].split(",") if name.strip()]
     if "seed" in given:
         changes["width.seed"] = given["seed"]
     if "depths" in given:
@@ -194,7 +199,7 @@ def do(asked: RunConfig, redo: str | None, until: str | None, as_json: bool, qui
 def _print(found: RunSummary, out: Path) -> None:
     """Print the dense model, the pruned one and those of other methods in a table, and where all of it is."""
     from hetdpt.core.format import machine, widths
-    from hetdpt.flow.stages.outcome import ONNX, SAVED
+    from hetdpt.flow.stages.outcome import SAVED
     from hetdpt.report.commands import further
     from hetdpt.report.headline import title
     from hetdpt.report.run import RunRecord
@@ -217,8 +222,8 @@ def _print(found: RunSummary, out: Path) -> None:
             typer.echo(f"to try it: {further(found.goal.next.budget, out)}", err=True)
     for warning in found.warnings:
         typer.echo(f"warning: {warning}", err=True)
-    onnx = f", {out / ONNX}" if record.results.save and record.results.save.onnx else ""
-    typer.echo(f"model: {out / SAVED}{onnx}; hetdpt.load({str(out / SAVED)!r}) opens it")
+    exported = "".join(f", {out / file}" for file in (record.results.save.exports if record.results.save else ()))
+    typer.echo(f"model: {out / SAVED}{exported}; hetdpt.load({str(out / SAVED)!r}) opens it")
     typer.echo(f"report: {(out / REPORTS['html']).resolve()}")
 
 

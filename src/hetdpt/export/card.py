@@ -6,10 +6,11 @@ from torch import nn
 
 from hetdpt.adapters.models import Base
 from hetdpt.core.plan import Plan
+from hetdpt.export.runtimes import EXPORTS
 from hetdpt.measurement.costs import count_macs, count_params
 from hetdpt.surgery.record import record_of
 
-LESS_WIDTH = "It has lost width as well: heads, hidden features or channels."
+LESS_WIDTH = "Its width is reduced as well: heads, hidden features or channels."
 
 
 def model_card(model: nn.Module, base: Base, plan: Plan, input_size: tuple[int, int, int]) -> str:
@@ -18,7 +19,7 @@ def model_card(model: nn.Module, base: Base, plan: Plan, input_size: tuple[int, 
     also = [LESS_WIDTH] if record and record.is_narrowed else []
     if record and record.tokens:
         also.append(f"Its blocks reduce tokens at run time ({record.tokens.method}, r = {record.tokens.r}).")
-    gone = [f"| {kind} | {', '.join(map(str, blocks)) or 'none'} |" for kind, blocks in _removed(plan).items()]
+    removed = [f"| {kind} | {', '.join(map(str, blocks)) or 'none'} |" for kind, blocks in _removed(plan).items()]
     size = " x ".join(str(side) for side in input_size)
     return "\n".join(
         (
@@ -35,7 +36,7 @@ def model_card(model: nn.Module, base: Base, plan: Plan, input_size: tuple[int, 
             "",
             "| layer | removed in blocks |",
             "|---|---|",
-            *gone,
+            *removed,
             "",
             f"{count_params(model):,} parameters, {count_macs(model, input_size):,} MACs per image of {size} (linear "
             "layers, convolutions and attention products).",
@@ -45,6 +46,11 @@ def model_card(model: nn.Module, base: Base, plan: Plan, input_size: tuple[int, 
             "",
             'model = hetdpt.load("path/to/this/directory")',
             "```",
+            "",
+            *(
+                f"`hetdpt export path/to/this/directory --out {row.file}` writes it for {row.runner}."
+                for row in EXPORTS.values()
+            ),
             "",
         )
     )

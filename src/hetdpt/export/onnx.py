@@ -1,48 +1,23 @@
-"""ONNX: exported with a dynamic batch, then run in ONNX Runtime against the model it came from."""
+"""ONNX, written by torch's exporter with a dynamic batch and run in ONNX Runtime."""
 
 from __future__ import annotations
 
-import os
 import warnings
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hetdpt.adapters.models import input_size_of, unfuse_
-from hetdpt.core.errors import FileError, ModelError, first_line
-from hetdpt.core.modules import clone, evaluating, random_images
-from hetdpt.measurement.agreement import outputs_of
-from hetdpt.store.atomic import require_new
-from hetdpt.surgery.gate import gates_of
-from hetdpt.surgery.record import record_of
+from hetdpt.adapters.models import unfuse_
+from hetdpt.core.errors import ModelError, first_line
+from hetdpt.core.modules import clone
+from hetdpt.export.exported import Exported, Tensors, export_model
+from hetdpt.export.runtimes import EXPORTS
 
-BATCHES = (1, 3)  # one is traced with neither, so the batch is shown to be dynamic
 REARRANGING = {"Expand", "Reshape", "Transpose", "Slice", "Squeeze", "Unsqueeze", "Identity"}
-"""Operations that make zeros of zeros."""
-
-
-@dataclass(frozen=True)
-class OnnxExport:
-    """Where the model is, and by how much ONNX Runtime differs from torch on random images."""
-
-    path: Path
-    largest_difference: float
-    relative_difference: float
-    """The largest difference over the largest output."""
-
-
-class _Tensors(nn.Module):
-    """Returns a model's tensors as a tuple, whatever it returns them in."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, images: Tensor) -> tuple[Tensor, ...]:
-        return tuple(outputs_of(self.model, images))
+"""Operations that turn zeros into zeros."""
 
 
 def export_onnx(
@@ -52,51 +27,21 @@ def export_onnx(
     *,
     overwrite: bool = False,
     tolerance: float | None = None,
-) -> OnnxExport:
+) -> Exported:
     """Write ``model`` as one ONNX file with a dynamic batch and return how far ONNX Runtime is from torch.
 
-    A relative difference above ``tolerance`` (1e-3, or 2e-2 in half precision) is an error, and nothing is left behind.
+    A relative difference above ``tolerance`` (1e-3, or 2e-2 in half precision) is an error, and no file is written.
     """
-    target = Path(path)
-    require_new(target, overwrite)
-    if target.is_dir():
-        raise FileError(f"{target} is a directory; give the name of a file, such as {target / 'model.onnx'}")
-    if gates_of(model):
-        raise ModelError("this model has gates on its layers; call restore_(model) before exporting it")
-    record = record_of(model)
-    size = input_size or (record.survey.input_size if record else input_size_of(model))
-    target.parent.mkdir(parents=True, exist_ok=True)
-    scratch = target.with_name(f".{target.name}.{os.getpid()}")
-    weight = next(model.parameters())
-    if weight.is_meta:
-        raise ModelError("this model cannot be exported: it has no weights (its parameters are on the meta device)")
-    tolerance = tolerance or (1e-3 if weight.dtype == torch.float32 else 2e-2)
-    images = random_images(model, size, 2)
-    try:
-        with evaluating(model):
-            _export(unfuse_(clone(model)), images, scratch)
-            largest, relative = _difference(model, images, scratch)
-        if not relative <= tolerance:
-            raise ModelError(
-                f"ONNX Runtime differs from torch by {relative:.1e} of the largest output, more than {tolerance:.0e}; "
-                "the model was not exported"
-            )
-        os.replace(scratch, target)
-    finally:
-        scratch.unlink(missing_ok=True)
-    return OnnxExport(target, largest, relative)
+    return export_model(model, path, input_size, runtime=EXPORTS["onnx"], overwrite=overwrite, tolerance=tolerance)
 
 
-def _export(model: nn.Module, images: Tensor, path: Path) -> None:
-    try:
-        import onnxscript  # noqa: F401  (torch's exporter needs it)
-    except ImportError:
-        raise ModelError("export to ONNX needs onnx, onnxscript and onnxruntime; install hetdpt[export]") from None
+def write(model: nn.Module, images: Tensor, path: Path) -> None:
+    """Write ``model`` as ONNX; attention is unfused because torch cannot export every form of the fused operator."""
     batch = torch.export.Dim("batch")
     with warnings.catch_warnings(action="ignore"):  # the exporter's own deprecations
         try:
             program = torch.onnx.export(
-                _Tensors(model).eval(),
+                Tensors(unfuse_(clone(model))).eval(),
                 (images,),
                 dynamo=True,
                 dynamic_shapes=({0: batch},),
@@ -109,6 +54,14 @@ def _export(model: nn.Module, images: Tensor, path: Path) -> None:
         assert program is not None
         _drop_zeros_(program.model)
         program.save(path, external_data=False)
+
+
+def open_file(path: Path) -> Callable[[Tensor], list[Tensor]]:
+    """Return a function that runs the file in ONNX Runtime, on the CPU."""
+    import onnxruntime
+
+    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    return lambda images: [torch.from_numpy(each) for each in session.run(None, {"images": images.cpu().numpy()})]
 
 
 def _drop_zeros_(model: Any) -> None:
@@ -140,20 +93,3 @@ def _is_zero(node: Any, zeros: set[Any]) -> bool:
     if node.op_type == "Concat":  # with slices, what rolls an image
         return zeros.issuperset(node.inputs)
     return node.op_type in REARRANGING and node.inputs[0] in zeros
-
-
-@torch.inference_mode()
-def _difference(model: nn.Module, images: Tensor, path: Path) -> tuple[float, float]:
-    import onnxruntime
-
-    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
-    largest = relative = 0.0
-    for batch in BATCHES:
-        given = images[:1].expand(batch, *images.shape[1:]) + 0.1 * torch.arange(batch).to(images)[:, None, None, None]
-        expected = outputs_of(model, given)
-        got = session.run(None, {"images": given.cpu().numpy()})
-        for one, other in zip(expected, got, strict=True):
-            difference = (one.cpu() - torch.from_numpy(other)).abs().max().item()
-            largest = max(largest, difference)
-            relative = max(relative, difference / max(one.abs().max().item(), 1e-30))
-    return largest, relative

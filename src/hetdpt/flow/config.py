@@ -16,6 +16,7 @@ from hetdpt.core.errors import PlanError, PredictError, TrainError
 from hetdpt.core.plan import Plan
 from hetdpt.core.tokens import read_tokens
 from hetdpt.data.table import DEMO
+from hetdpt.export.runtimes import EXPORTS, ExportRuntime, require_runtimes
 from hetdpt.flow.recipes import quick
 from hetdpt.flow.recipes import recipe as recipe_called
 from hetdpt.measurement.prices import Amount, Price, read_amount
@@ -102,8 +103,10 @@ class RunConfig:
     """How tokens are reduced in the model at the end, such as ``tome:8``; see ``core.tokens.read_tokens``."""
     keep: Literal["last", "best", "ema"] = "last"
     """Which model of the fine-tuning is kept: ``best`` is chosen by the validation images that it is reported on."""
+    export: tuple[str, ...] = ()
+    """Other runtimes that the model is exported to as well, such as ``onnx``."""
     onnx: bool = False
-    """Whether the model is written as ONNX too."""
+    """Whether the model is exported to ONNX as well, which is short for ``export``."""
     device: str | None = None
     """cpu, cuda, cuda:1 or mps; None for the fastest there is."""
     workers: int = 0
@@ -119,6 +122,7 @@ class RunConfig:
         self._require_methods()
         self._require_width()
         self._require_numbers()
+        require_runtimes(self.export)
         _ = self.collect_config, self.select_config  # what they refuse is refused here
 
     @property
@@ -156,6 +160,11 @@ class RunConfig:
     def sampled_layers(self) -> int | None:
         """How many layers samples of accuracy are to reach; None where that is not known, or ``rounds`` say it."""
         return self.layers if self.rounds is None else None
+
+    @property
+    def exports(self) -> tuple[ExportRuntime, ...]:
+        """The rows of ``EXPORTS`` that the model is exported to."""
+        return tuple(row for row in EXPORTS.values() if row.name in self.export or (self.onnx and row.name == "onnx"))
 
     @property
     def stages(self) -> tuple[str, ...]:

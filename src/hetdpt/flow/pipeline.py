@@ -40,7 +40,7 @@ FLOW = (
     Stage(merge, ("keep",), ("recover",)),
     Stage(reduce, ("tokens",), ("merge",)),
     Stage(measure, ("batch", "device"), (MODEL, DATA, "merge", "reduce"), by_all=True),
-    Stage(save, ("onnx",), ("merge", "reduce")),
+    Stage(save, ("export", "onnx"), ("merge", "reduce")),
     Stage(compare, ("compare", *SEARCH, "recovery"), (MODEL, DATA, "select")),
     Stage(report, ("model", "data", *GOALS), STAGES[:-1], is_derived=True),
 )

@@ -275,7 +275,8 @@ class Measured:
 @dataclass(frozen=True)
 class Saved:
     model: str
-    onnx: str | None = None
+    exports: dict[str, float] = field(default_factory=dict)
+    """Files for other runtimes, each with the largest difference between the runtime and torch."""
     bytes: int | None = None
 
 

@@ -118,7 +118,7 @@ def _outcome(result: object) -> str:
             where = machine(result, result.batch)
             return f"{percent(result.pruned.accuracy.top1)}, {times(result.speedup.value)} ({where})"
         case Saved():
-            return ", ".join(filter(None, (result.model, result.onnx)))
+            return ", ".join((result.model, *result.exports))
         case ComparisonResult(rows=rows):
             return ", ".join(f"{row.method} {percent(row.accuracy)}" for row in rows)
     return ""

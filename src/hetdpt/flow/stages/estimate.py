@@ -296,8 +296,8 @@ class _Forecast:
 
     def _save(self) -> StageEstimate:
         text, left = "the model", self.weights
-        if self.config.onnx:
-            text, left = f"{text}, and as ONNX", 2 * left
+        for row in self.config.exports:
+            text, left = f"{text}, and as {row.title}", left + self.weights
         return StageEstimate(stage="save", text=text, seconds=2 * self._saving, left=left)
 
     def _compare(self) -> StageEstimate:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from hetdpt.export.onnx import export_onnx
+from hetdpt.export.exported import export_model
 from hetdpt.export.saved import load
 from hetdpt.export.saved import save as save_model
 from hetdpt.flow.comparison.compare import GIVEN, CompareConfig, compare_into
@@ -28,7 +28,7 @@ from hetdpt.store.atomic import sha256, write_json
 from hetdpt.store.stage_directory import SUMMARY
 from hetdpt.surgery.record import require_record
 
-SAVED, ONNX = "model", "model.onnx"  # in the run directory
+SAVED = "model"  # in the run directory
 ROUNDS, TIMING_SECONDS = 500, 10.0  # whichever is over first
 
 
@@ -70,12 +70,13 @@ def save(task: StageTask) -> Result:
     """Return where the model is that the user ships."""
     model, out = final_model(task).cpu(), task.config.out
     save_model(model, out / SAVED, overwrite=True)
-    found: Result = {"model": SAVED, "onnx": None, "onnx_difference": None}
-    if task.config.onnx:
-        exported = export_onnx(model, out / ONNX, overwrite=True)
-        found |= {"onnx": ONNX, "onnx_difference": exported.largest_difference}
-    files = {SAVED: None} | ({ONNX: sha256(out / ONNX)} if task.config.onnx else {})
-    return {**found, "bytes": _size(out / SAVED), "files": files}
+    exported = {row.file: export_model(model, out / row.file, overwrite=True) for row in task.config.exports}
+    return {
+        "model": SAVED,
+        "exports": {file: found.largest_difference for file, found in exported.items()},
+        "bytes": _size(out / SAVED),
+        "files": {SAVED: None} | {file: sha256(out / file) for file in exported},
+    }
 
 
 def _size(folder: Path) -> int:
