@@ -258,7 +258,7 @@ def trainer_of(
     batches = TrainingBatches(source, preprocessing_of(student), augmentation, batch_size=setting.batch)
     objective = Objective(student, config.training, config.distillation if teacher is not None else None, teacher)
     if is_cached:
-        objective.answers = torch.zeros(batches.count, source.num_classes)
+        objective.cached = torch.zeros(batches.count, source.num_classes)
     return Trainer(start(device="cpu"), objective, batches, config.training, **more)
 
 
@@ -329,7 +329,7 @@ def asking(setting: Setting) -> Call:
 
     def ask() -> None:
         for images in batches:
-            objective.ask(images)
+            objective.teacher_logits(images)
 
     return ask
 

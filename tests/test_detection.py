@@ -17,7 +17,7 @@ from hetdpt.adapters.preprocessing import Preprocessing
 from hetdpt.core.errors import DataError, ModelError
 from hetdpt.core.randomness import seeded
 from hetdpt.data.views import Share
-from hetdpt.downstream import detector as detector_module
+from hetdpt.tasks import detector as detector_module
 from hetdpt.tasks.annotated import AnnotatedBatch, AnnotatedEvaluation, AnnotatedTraining, Target
 from hetdpt.tasks.average_precision import DetectionScores, Found, average_precision, measure_detection
 from hetdpt.tasks.backbone import Backbone

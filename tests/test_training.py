@@ -377,10 +377,10 @@ def test_a_branch_that_is_gone_is_not_dropped() -> None:
         ({"decay_epochs": float("nan")}, "decay_epochs is nan; it must be above 0"),
         ({"schedule": "sine"}, "choose from cosine, constant"),
         ({"precision": "int8"}, "choose from auto, float32"),
-        ({"ema_decay": 1.5}, "ema_decay is 1.5; it lies between 0 and 1"),
+        ({"ema_decay": 1.5}, "ema_decay is 1.5; it must be between 0 and 1"),
         ({"weight_decay": -1.0}, "weight_decay is -1.0; it cannot be negative"),
-        ({"warmup_epochs": 2.0, "epochs": 2}, "warmup_epochs is 2.0 of 2 epochs"),
-        ({"batch_size": 15, "mixup": 0.8}, "batch_size must be even, not 15"),
+        ({"warmup_epochs": 2.0, "epochs": 2}, "warmup_epochs is 2.0, but training has 2 epochs"),
+        ({"batch_size": 15, "mixup": 0.8}, "batch_size is 15, but mixup and CutMix pair images; use an even number"),
     ],
 )
 def test_contradictions_are_refused(changes: dict[str, Any], text: str) -> None:
@@ -391,8 +391,8 @@ def test_contradictions_are_refused(changes: dict[str, Any], text: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"cache_teacher": True}, "only be kept for fixed views"),
-        ({"drop_path": 1.0}, "drop_path is 1.0; a chance below 1"),
+        ({"cache_teacher": True}, "cache_teacher needs fixed views"),
+        ({"drop_path": 1.0}, "drop_path is 1.0; expected a probability below 1"),
     ],
 )
 def test_contradictions_of_recovery_are_refused(changes: dict[str, Any], text: str) -> None:
@@ -421,7 +421,7 @@ def test_settings_by_name() -> None:
 
 
 def test_students_and_teachers_must_fit() -> None:
-    with pytest.raises(TrainError, match="the student has 10 classes but the teacher 12"):
+    with pytest.raises(TrainError, match="the student has 10 classes but the teacher has 12"):
         next(iter(recover(tiny(), tiny(num_classes=12), "demo", SHORT)))
     with pytest.raises(TrainError, match="the student takes images of .3, 16, 16. but the teacher of .3, 32, 32."):
         next(iter(recover(tiny(), tiny(img_size=32), "demo", SHORT)))
@@ -438,7 +438,7 @@ def test_a_loss_that_is_no_number_stops_with_step_rate_and_advice() -> None:
 
 
 def test_data_without_images_to_train_on_are_refused() -> None:
-    with pytest.raises(TrainError, match="open the data with both splits"):
+    with pytest.raises(TrainError, match="needs the splits train and val; open the data with both"):
         next(iter(recover(tiny(), None, open_data("demo", splits=("val",)), SHORT)))
 
 
@@ -516,5 +516,5 @@ def test_a_backbone_takes_its_part_of_every_step(weight_decay: float) -> None:
 
 
 def test_a_slow_backbone_and_layer_decay_are_refused_together() -> None:
-    with pytest.raises(TrainError, match="backbone_lr and layer_decay both say how fast a layer learns; leave one out"):
+    with pytest.raises(TrainError, match="backbone_lr and layer_decay both set the learning rate of layers; give one"):
         TrainConfig(backbone_lr=0.5, layer_decay=0.9)

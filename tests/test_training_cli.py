@@ -504,10 +504,10 @@ def test_models_that_do_not_fit(run: Run, home: Path, tmp_path: Path) -> None:
 
 def test_teachers_and_data_that_do_not_fit(run: Run, home: Path, tmp_path: Path) -> None:
     run(*recovery(home, tmp_path / "1", "--teacher", home / "three")).is_refused(
-        "the student has 10 classes but the teacher 3; give the model it came from"
+        "the student has 10 classes but the teacher has 3; use the model that was pruned as teacher"
     )
     run(*recovery(home, tmp_path / "2", "--teacher", home / "large")).is_refused(
-        "the student takes images of (3, 16, 16) but the teacher of (3, 32, 32); both see the same"
+        "the student takes images of (3, 16, 16) but the teacher of (3, 32, 32); they must be the same"
     )
     run("train", home / "three", "--out", tmp_path / "3", *SMALL).is_refused(
         "the data has 10 classes but the model's head has 3; build the model with --num-classes 10 "
@@ -542,9 +542,9 @@ def test_weights_of_a_teacher_that_is_not_given(run: Run, home: Path, tmp_path: 
         (("--lr", "nan"), "lr is nan; it must be above 0"),
         (("--clip-grad", "-1"), "clip_grad is -1.0; it must be above 0, or left out"),
         (("--precision", "int8"), "precision is 'int8'; choose from auto, float32, bfloat16, float16"),
-        (("--precision", "float16", "--device", "cpu"), "float16 training needs a GPU: .*; use --precision float32"),
+        (("--precision", "float16", "--device", "cpu"), "float16 training needs a GPU, .*; use --precision float32"),
         (("--distill", "medium"), "distillation is 'medium'; choose from none, hard, soft"),
-        (("--alpha", "2"), "alpha is 2.0; the teacher's part of the loss lies between 0 and 1"),
+        (("--alpha", "2"), "alpha is 2.0; it must be between 0 and 1"),
         (("--temperature", "0"), "temperature is 0.0; it must be above 0"),
         (("--batch-size", "2000"), "40 images do not fill a batch of 2000; use a batch size of at most 40"),
         (
@@ -554,9 +554,9 @@ def test_weights_of_a_teacher_that_is_not_given(run: Run, home: Path, tmp_path: 
         (("--fraction", "0.5"), r"a subset is a fraction \(0.5\) or a count per class \(4\), not both"),
         (
             ("--cache-teacher", "--set", "training.mixup=0.8"),
-            "the teacher's answers can only be kept for fixed views: .*",
+            "cache_teacher needs fixed views: .*",
         ),
-        (("--cache-teacher", "--distill", "none"), "cache_teacher without distillation .*; leave one out"),
+        (("--cache-teacher", "--distill", "none"), "cache_teacher has no effect without distillation; leave it out"),
         (
             ("--cache-teacher", "--recipe", "deit_small_imagenet"),
             "fixed views repeated 3 times would be the same view; set repeats to 1",
@@ -663,7 +663,7 @@ def test_bfloat16_where_it_would_end_the_process(run: Run, home: Path, tmp_path:
     result = run(*recovery(home, tmp_path / "run", "--precision", "bfloat16", "--device", "cpu"))
     if result.code == 0:
         pytest.skip("this CPU multiplies in bfloat16")
-    result.is_refused("this machine's cpu cannot multiply in bfloat16; use --precision float32")
+    result.is_refused("this machine's cpu does not support bfloat16; use --precision float32")
     assert not (tmp_path / "run").exists()
 
 

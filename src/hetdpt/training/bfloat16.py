@@ -1,4 +1,4 @@
-"""Whether a device multiplies in bfloat16: tried in another process, once for each machine and version of torch."""
+"""Whether a device supports bfloat16: tried in another process, once for each machine and version of torch."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ CRASHES = {-signal.SIGILL, -signal.SIGABRT, -signal.SIGFPE, -signal.SIGSEGV, 0xC
 def runs_bfloat16(device: str) -> bool:
     """Return whether a matrix product in bfloat16 works on ``device``, as in ``cpu`` and ``mps``.
 
-    On some CPUs it ends the process, so another one tries; the answer is kept in the user's cache. ``TrainError`` if
-    there is no answer, because that process was killed or did not get as far.
+    On some CPUs it ends the process, so another process tries it; the answer is kept in the user's cache.
+    ``TrainError`` if there is no answer because that process was killed or failed before.
     """
     file = _file(device)
     if (known := _known(file)) is not None:
@@ -50,7 +50,7 @@ def _file(device: str) -> Path:
 
 
 def _known(file: Path) -> bool | None:
-    """Return the answer that was kept; None if there is none, or it cannot be read."""
+    """Return the cached answer; None if there is none, or it cannot be read."""
     try:
         answer = kept(file, "it is made again", lambda values: values["runs"])
     except (FileError, OSError):
@@ -63,7 +63,7 @@ def _try(device: str) -> bool:
     try:
         ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE)
     except subprocess.TimeoutExpired:
-        raise TrainError(_no_answer(device, f"no answer in {PATIENCE:g} seconds")) from None
+        raise TrainError(_no_answer(device, f"no answer within {PATIENCE:g} seconds")) from None
     if ended.returncode == 0:
         return True
     if ended.returncode in CRASHES:
@@ -73,4 +73,4 @@ def _try(device: str) -> bool:
 
 
 def _no_answer(device: str, reason: str) -> str:
-    return f"bfloat16 could not be tried on this machine's {device} ({reason}); try again, or use --precision float32"
+    return f"cannot tell whether this machine's {device} supports bfloat16 ({reason}); use --precision float32"

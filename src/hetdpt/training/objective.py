@@ -1,4 +1,4 @@
-"""What a step of training minimises: cross-entropy, with or without a teacher, by the formulas of ``timm.task``."""
+"""The losses that training minimises: cross-entropy, with or without a teacher, by the formulas of ``timm.task``."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ KINDS = ("none", "hard", "soft")
 class Distillation:
     """How the student learns from its teacher: (1 - alpha) cross-entropy + alpha distillation (docs/training.md).
 
-    hard: cross-entropy with the class the teacher names. soft: T^2 KL(teacher || student), both softened by T.
+    hard: cross-entropy with the class that the teacher predicts. soft: T^2 KL(teacher || student), both softened by T.
     """
 
     kind: str = "hard"
     """none, hard or soft."""
     alpha: float = 0.5
-    """The teacher's part of the loss."""
+    """Weight of the teacher's part of the loss."""
     temperature: float = 1.0
-    """T, of soft distillation."""
+    """Temperature T of soft distillation."""
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise TrainError(f"distillation is {self.kind!r}; choose from {', '.join(KINDS)}")
         if not 0 <= self.alpha <= 1:
-            raise TrainError(f"alpha is {self.alpha}; the teacher's part of the loss lies between 0 and 1")
+            raise TrainError(f"alpha is {self.alpha}; it must be between 0 and 1")
         if not self.temperature > 0:
             raise TrainError(f"temperature is {self.temperature}; it must be above 0")
 
@@ -48,8 +48,8 @@ class Distillation:
 class Objective:
     """The loss of a student on a batch; ``student`` is what to train, ``teacher`` (if any) is never changed.
 
-    ``answers`` (images, classes), if set, are the teacher's logits for every image of the training data; they stand
-    for the teacher, who is then not run.
+    ``cached`` (images, classes), if set, are the teacher's logits for every image of the training data; the teacher is
+    then not run.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Objective:
             raise TrainError(f"{distillation.kind} distillation needs a teacher; give the dense model")
         self.teacher = None if distillation.kind == "none" else teacher
         self.mixup = _mixup(config, num_classes_of(student))
-        self.answers: Tensor | None = None
+        self.cached: Tensor | None = None
         criterion = _criterion(config)
         self.model = _for_timm(student)
         self.model.set_distilled_training(self.teacher is not None)
@@ -74,10 +74,10 @@ class Objective:
             self.task = ClassificationTask(self.model, criterion, device=device, verbose=False)
             return
         self.teacher.to(device).eval().requires_grad_(False)
-        self._recall = _Recall(_for_timm(self.teacher))
+        self._cache = _CachedTeacher(_for_timm(self.teacher))
         self.task = TokenDistillationTask(
             self.model,
-            TokenDistillationTeacher(self._recall, device=device),
+            TokenDistillationTeacher(self._cache, device=device),
             criterion,
             distill_type=distillation.kind,
             task_loss_weight=1 - distillation.alpha,
@@ -88,7 +88,7 @@ class Objective:
 
     @property
     def student(self) -> nn.Module:
-        """The model that learns."""
+        """The model that is trained."""
         return self.model.model
 
     @property
@@ -106,25 +106,25 @@ class Objective:
         images, targets = batch.images, batch.targets
         if self.mixup is not None:
             images, targets = self.mixup(images, targets)
-        if self.answers is not None and self.teacher is not None:
-            self._recall.answer = self.answers[batch.indices.cpu()].to(images.device)
+        if self.cached is not None and self.teacher is not None:
+            self._cache.logits = self.cached[batch.indices.cpu()].to(images.device)
         loss: Tensor = self.task(images, targets)["loss"]
         return loss
 
     @torch.no_grad()
-    def ask(self, images: Tensor) -> Tensor:
+    def teacher_logits(self, images: Tensor) -> Tensor:
         """Return the teacher's logits (B, classes) for images prepared for the student."""
         teacher: Any = self.task.teacher
-        answer: Tensor = teacher(teacher.normalize_input(images, self.task.student_mean, self.task.student_std))
-        return answer
+        logits: Tensor = teacher(teacher.normalize_input(images, self.task.student_mean, self.task.student_std))
+        return logits
 
     def close(self) -> None:
-        """Leave the student answering as it did before."""
+        """Set the student back to the outputs it had before."""
         self.model.set_distilled_training(False)
 
 
 class OwnLoss:
-    """The loss that ``student`` itself gives for images and targets, as models of other tasks than naming do."""
+    """The loss that ``student`` itself computes from images and targets, as detectors and segmenters do."""
 
     def __init__(self, student: nn.Module) -> None:
         self.student = self.module = student
@@ -138,22 +138,22 @@ class OwnLoss:
         """Do nothing: training has changed nothing but weights."""
 
 
-class _Recall(nn.Module):
-    """The teacher, or what it answered before if ``answer`` is set."""
+class _CachedTeacher(nn.Module):
+    """The teacher, or its logits from before if ``logits`` is set."""
 
     def __init__(self, teacher: Classifier) -> None:
         super().__init__()
         self.teacher = teacher
         self.pretrained_cfg = teacher.pretrained_cfg
-        self.answer: Tensor | None = None
+        self.logits: Tensor | None = None
 
     def forward(self, images: Tensor) -> Tensor:
-        answer: Tensor = self.teacher(images) if self.answer is None else self.answer
-        return answer
+        logits: Tensor = self.teacher(images) if self.logits is None else self.logits
+        return logits
 
 
 def _for_timm(model: nn.Module) -> Classifier:
-    """Return ``model`` with the attributes by which ``timm.task`` knows a model, whatever library it is from."""
+    """Return ``model`` with the attributes that ``timm.task`` expects of a model, whatever library it is from."""
     wants = preprocessing_of(model)
     classifier = Classifier(model)
     vars(classifier).update(

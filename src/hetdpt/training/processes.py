@@ -1,4 +1,4 @@
-"""Where training runs: one process or many, which device, which precision. All of it is accelerate's."""
+"""Where training runs: one process or many, which device, which precision; accelerate does the work."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _NAMES = {"float32": "no", "bfloat16": "bf16", "float16": "fp16"}
 
 
 def start(precision: str = "float32", device: str | None = None) -> Accelerator:
-    """Join the processes that torchrun or ``accelerate launch`` started, or be the only one.
+    """Join the processes that torchrun or ``accelerate launch`` started, or run as the only one.
 
-    ``device`` as in ``cpu``, ``cuda:1``; the fastest there is by default.
+    ``device`` is such as ``cpu`` or ``cuda:1``; the fastest available by default.
     """
     place = find_device(device)
     if place.type == "cuda" and place.index is not None:
@@ -34,11 +34,11 @@ def start(precision: str = "float32", device: str | None = None) -> Accelerator:
     accelerator = Accelerator(cpu=is_cpu, mixed_precision=name)
     if int(os.environ.get("WORLD_SIZE", "1")) != accelerator.num_processes:
         raise TrainError(
-            f"{os.environ['WORLD_SIZE']} processes were started, but on {accelerator.device.type} accelerate "
-            "runs only one; add --device cpu, or start one"
+            f"{os.environ['WORLD_SIZE']} processes were started, but accelerate runs only one on "
+            f"{accelerator.device.type}; add --device cpu, or start one process"
         )
     if parse_flag_from_env("ACCELERATE_USE_FSDP") and is_cpu and accelerator.num_processes > 1:
-        # accelerate shards on accelerators only; torch does so on CPUs too, which is how it is tested here.
+        # accelerate shards on GPUs only; torch does so on CPUs too, which is how it is tested here.
         accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin()
         accelerator.state.distributed_type = DistributedType.FSDP
         PartialState._shared_state["distributed_type"] = DistributedType.FSDP  # as accelerate does, else it is lost
@@ -51,7 +51,7 @@ def is_sharded(accelerator: Accelerator) -> bool:
 
 
 def _choose(precision: str, device: torch.device) -> str:
-    """Return the precision that ``auto`` stands for here (the launcher's, if it names one), or the one asked for."""
+    """Return the given precision or, for ``auto``, the launcher's if it names one, else the best for ``device``."""
     if precision == "auto":
         launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
         precision = next((name for name, theirs in _NAMES.items() if theirs == launched != "no"), "auto")
@@ -60,9 +60,9 @@ def _choose(precision: str, device: torch.device) -> str:
             return "float32"
         return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float16"
     if precision == "float16" and device.type == "cpu":
-        raise TrainError("float16 training needs a GPU: a CPU has no gradient scaling; use --precision float32")
+        raise TrainError("float16 training needs a GPU, as CPUs have no gradient scaling; use --precision float32")
     if precision == "bfloat16" and not _runs_bfloat16(device):
-        raise TrainError(f"this machine's {device.type} cannot multiply in bfloat16; use --precision float32")
+        raise TrainError(f"this machine's {device.type} does not support bfloat16; use --precision float32")
     return precision
 
 

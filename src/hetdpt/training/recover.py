@@ -42,27 +42,27 @@ class RecoverConfig:
     distillation: Distillation = field(default_factory=Distillation)
     """What the teacher adds to the loss."""
     drop_path: float = 0.1
-    """Chance of leaving out the last block's branches for an image, growing from 0 at the first block."""
+    """Probability of dropping the last block's branches for an image, growing from 0 at the first block."""
     train_merged: bool = False
     """Merge FFNs without activation before training, which is cheaper, instead of after it."""
     cache_teacher: bool = False
-    """Ask the teacher once for every image instead of in every epoch; needs fixed views."""
+    """Run the teacher once for every image instead of in every epoch; needs fixed views."""
     fraction: float | None = None
-    """Part of the training images to use."""
+    """Fraction of the training images to use."""
     per_class: int | None = None
     """Training images to use of each class."""
 
     def __post_init__(self) -> None:
         require_part(self.fraction, self.per_class)
         if not 0 <= self.drop_path < 1:
-            raise TrainError(f"drop_path is {self.drop_path}; a chance below 1 was expected")
+            raise TrainError(f"drop_path is {self.drop_path}; expected a probability below 1")
         if self.cache_teacher and not (self.augmentation.fixed_views and not self.training.mixes):
             raise TrainError(
-                "the teacher's answers can only be kept for fixed views: "
-                "set fixed_views, and mixup and cutmix to 0, or do without cache_teacher"
+                "cache_teacher needs fixed views: set augmentation.fixed_views to true and training.mixup and "
+                "training.cutmix to 0, or leave out cache_teacher"
             )
         if self.cache_teacher and self.distillation.kind == "none":
-            raise TrainError("cache_teacher without distillation keeps answers that nobody reads; leave one out")
+            raise TrainError("cache_teacher has no effect without distillation; leave it out")
 
     def with_settings(self, settings: Mapping[str, Any]) -> RecoverConfig:
         """Return this config with some fields changed, named as in ``training.lr`` or ``drop_path``.
@@ -90,8 +90,8 @@ def recover(
 
     ``teacher`` may share weights with the student: it is copied. None trains on the labels alone, whatever
     ``config.distillation`` says. Weights of half precision are trained in float32. ``keeper`` keeps states to resume
-    from, ``watch`` is told of every update, ``companion`` learns beside the weights. Not ``evaluates``, epochs come
-    without accuracies.
+    from, ``watch`` is called after every update, ``companion`` learns along with the weights. Without ``evaluates``,
+    epochs have no accuracies.
 
     >>> import hetdpt, timm
     >>> dense = timm.create_model("vit_tiny_patch16_224", img_size=16, patch_size=4, depth=2, num_classes=10)
@@ -109,7 +109,7 @@ def recover(
     batches, validation = _batches(student, opened, config, accelerator, workers)
     objective = Objective(student, config.training, *_teaching(student, teacher, config, accelerator))
     if config.cache_teacher and objective.teacher is not None:
-        objective.answers = _ask(objective, batches, accelerator)
+        objective.cached = _teacher_logits(objective, batches, accelerator)
     unreadable: set[str] = set()
 
     def evaluate(model: nn.Module) -> float:
@@ -142,7 +142,7 @@ def _batches(
 ) -> tuple[TrainingBatches, EvaluationBatches]:
     check_classes(data.num_classes, num_classes_of(student))
     if data.train is None or data.val is None:
-        raise TrainError("training needs images to train on and others to measure on; open the data with both splits")
+        raise TrainError("training needs the splits train and val; open the data with both")
     images = data.train
     if config.fraction is not None or config.per_class is not None:
         images = subset(images, fraction=config.fraction, per_class=config.per_class, seed=config.training.seed)
@@ -163,25 +163,27 @@ def _batches(
 def _teaching(
     student: nn.Module, teacher: nn.Module | None, config: RecoverConfig, accelerator: Accelerator
 ) -> tuple[Distillation, nn.Module | None]:
-    """Return how to distil and a teacher of its own weights, checked against the student."""
+    """Return how to distil, and a copy of the teacher, checked against the student."""
     if teacher is None or config.distillation.kind == "none":
         return Distillation(kind="none"), None
     pair = num_classes_of(student), num_classes_of(teacher)
     if pair[0] != pair[1]:
-        raise TrainError(f"the student has {pair[0]} classes but the teacher {pair[1]}; give the model it came from")
+        raise TrainError(
+            f"the student has {pair[0]} classes but the teacher has {pair[1]}; use the model that was pruned as teacher"
+        )
     sizes = preprocessing_of(student).input_size, preprocessing_of(teacher).input_size
     if sizes[0] != sizes[1]:
-        raise TrainError(f"the student takes images of {sizes[0]} but the teacher of {sizes[1]}; both see the same")
+        raise TrainError(f"the student takes images of {sizes[0]} but the teacher of {sizes[1]}; they must be the same")
     return config.distillation, deepcopy(teacher).to(accelerator.device, torch.float32)
 
 
-def _ask(objective: Objective, batches: TrainingBatches, accelerator: Accelerator) -> Tensor:
+def _teacher_logits(objective: Objective, batches: TrainingBatches, accelerator: Accelerator) -> Tensor:
     """Return the teacher's logits (images, classes) for the fixed view of every training image, on the CPU."""
     answers = torch.zeros(batches.count, num_classes_of(objective.model.model))
     for batch in batches.in_order():
         is_real = batch.indices >= 0
         with memory_advice(f"{len(batch.images)} images at once do not fit in memory; lower --batch-size"):
-            logits = objective.ask(batch.images.to(accelerator.device)).float().cpu()
+            logits = objective.teacher_logits(batch.images.to(accelerator.device)).float().cpu()
         answers[batch.indices[is_real]] = logits[is_real]
     if accelerator.num_processes > 1:
         answers = accelerator.reduce(answers.to(accelerator.device), reduction="sum").cpu()

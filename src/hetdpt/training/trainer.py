@@ -1,4 +1,4 @@
-"""The one training loop. It yields an ``Epoch`` after every epoch, can be stopped anywhere and goes on from its state.
+"""The one training loop. It yields an ``Epoch`` after every epoch, can be stopped anywhere and resumes from its state.
 
 Everything random in an update is drawn from generators seeded by (seed, process, update), so the state has no
 generators in it and a resumed run draws what the uninterrupted one would have drawn.
@@ -88,32 +88,32 @@ class Keeper(Protocol):
         """Return the newest state that is sound; None at the very beginning."""
 
     def is_due(self) -> bool:
-        """Whether so much time has passed since the last state that another one should be kept."""
+        """Whether enough time has passed since the last state to keep another one."""
 
     def keep(self, state: State) -> None:
-        """Keep ``state``, so that no power cut loses it."""
+        """Write ``state`` so that it survives a power cut."""
 
 
 class Companion(Protocol):
-    """What learns beside the weights, in the same loop, and may change the model between two updates."""
+    """Something that learns in the same loop as the weights, and may change the model between two updates."""
 
     @property
     def parameters(self) -> Sequence[nn.Parameter]:
         """Its own, which take plain steps, p -= d loss / d p, whatever the optimizer; no decay, no clipping."""
 
     def before_update(self, update: int, updates: int) -> None:
-        """Be told that ``update`` of ``updates`` are done; once more after the last. All processes are."""
+        """Called in all processes when ``update`` of ``updates`` are done, and once more after the last."""
 
     def state(self) -> State:
-        """Return what it needs to go on, besides its parameters."""
+        """Return what it needs to resume, besides its parameters."""
 
     def restore(self, state: State) -> None:
-        """Go on from ``state``."""
+        """Resume from ``state``."""
 
 
 @dataclass(frozen=True)
 class Epoch:
-    """What an epoch came to; number 0 is the model before training."""
+    """The results of an epoch; number 0 is the model before training."""
 
     number: int
     epochs: int
@@ -130,10 +130,10 @@ class Epoch:
     """Score of the moving average of the weights, in percent."""
     is_best: bool
     seconds: float
-    """Time spent in training this epoch, evaluation apart, restarts apart."""
+    """Time spent training in this epoch, without evaluation and restarts."""
     images_per_second: float | None
     unreadable: tuple[str, ...]
-    """Files of this epoch that could not be read; others took their places."""
+    """Files of this epoch that could not be read and were replaced by others."""
     student: nn.Module = field(repr=False, compare=False)
     """The trained model; under FSDP a copy on the CPU of the first process."""
     average: nn.Module | None = field(repr=False, compare=False)
@@ -157,19 +157,19 @@ class Progress:
     lr: float
     images_per_second: float
     seconds_left: float
-    """Until the last update, evaluations apart."""
+    """Until the last update, without evaluations."""
     mean_loss: Callable[[], float]
-    """Mean loss of the epoch so far; asking waits for the device."""
+    """Returns the mean loss of the epoch so far; it waits for the device."""
 
 
 @dataclass
 class _Position:
-    """Where the loop stands: what a checkpoint needs besides weights."""
+    """The position of the loop: what a checkpoint needs besides the states of model and optimizer."""
 
     epoch: int = 0
     """Epochs completed."""
     step: int = 0
-    """Updates done in the epoch under way; all of them where it waits to be evaluated."""
+    """Updates done in the current epoch; all of them if it is about to be evaluated."""
     loss_sums: list[float] = field(default_factory=list)
     """Sum of the losses of that epoch, of each process."""
     seconds: float = 0.0
@@ -179,7 +179,7 @@ class _Position:
 
 
 class Trainer:
-    """One training: ``epochs()`` runs it, ``state()`` and ``restore()`` take it from one process to the next."""
+    """One training: ``epochs()`` runs it, ``state()`` and ``restore()`` save and resume it."""
 
     def __init__(
         self,
@@ -194,7 +194,7 @@ class Trainer:
         companion: Companion | None = None,
         is_new: bool = False,
     ) -> None:
-        """``is_new`` says that a part of the model begins untrained: its start is best only if nothing is as good."""
+        """``is_new``: part of the model is untrained, so that its start is the best only if no epoch is as good."""
         self.accelerator, self.objective, self.batches, self.config = accelerator, objective, batches, config
         self.evaluate, self.keeper, self.watch, self.companion = evaluate, keeper, watch, companion
         self._is_new = is_new
@@ -206,9 +206,9 @@ class Trainer:
             )
         self.student = objective.student
         if is_sharded(accelerator) and config.ema_decay:
-            raise TrainError("the moving average of weights cannot be kept under FSDP; set ema_decay to 0")
+            raise TrainError("FSDP does not support a moving average of the weights; set ema_decay to 0")
         if is_sharded(accelerator) and companion is not None:
-            raise TrainError("importances cannot be learned under FSDP; search with torchrun or on one device")
+            raise TrainError("FSDP does not support the importance search; use torchrun, or one device")
         self._plain = deepcopy(self.student).cpu() if is_sharded(accelerator) else None
         self._average = _average(self.student, config) if config.ema_decay else None
         self._prepare()
@@ -222,7 +222,7 @@ class Trainer:
         config, accelerator = self.config, self.accelerator
         peak = config.peak_lr(accelerator.num_processes)
         if config.optimizer.lower().split("_")[-1] not in list_optimizers():  # as in lookahead_adamw
-            raise TrainError(f"timm has no optimizer {config.optimizer!r}; adamw, sgd and lamb are some it has")
+            raise TrainError(f"timm has no optimizer {config.optimizer!r}; use one that it has, such as adamw or sgd")
         apart = self.companion.parameters if self.companion is not None else ()
         with _left_out(apart):
             optimizer = create_optimizer_v2(
@@ -242,7 +242,7 @@ class Trainer:
         """Those of the companion's parameters; they have no state."""
 
     def _has_idle_parameters(self) -> bool:
-        """Whether some parameter has no part in the loss, or may have none later; DDP would wait for it for ever."""
+        """Whether some parameter does not affect the loss, or may not later; DDP would wait for it for ever."""
         if self.companion is not None:
             return True
         with memory_advice(_advice_on_memory(self.config)):
@@ -252,14 +252,14 @@ class Trainer:
         return idle
 
     def epochs(self) -> Generator[Epoch]:
-        """Train, and yield after every epoch; the first to come is the model before training, as number 0.
+        """Train, and yield after every epoch; the first one yielded, number 0, is the model before training.
 
-        The state is kept before an epoch is evaluated: going on from there yields that epoch again, also the last.
+        The state is kept before an epoch is evaluated: resuming from it yields that epoch again, also the last.
         """
         if self.keeper is not None and (state := self.keeper.latest()) is not None:
             self.restore(state)
         if len(set(gather_object([self._updates_done]))) > 1:
-            raise TrainError("the processes found different checkpoints; the run directory must be one that all see")
+            raise TrainError("processes read different checkpoints; --out must be on a file system that all can see")
         try:
             if not self._updates_done:
                 yield self._report(0)
@@ -275,7 +275,7 @@ class Trainer:
             self.objective.close()
 
     def _run_epoch(self) -> None:
-        """Do the updates of the epoch under way, from where it stands."""
+        """Do the remaining updates of the current epoch."""
         group = self.config.accumulate
         batches = self.batches.epoch(self.at.epoch, self.at.step * group)
         advice = _advice_on_memory(self.config)
@@ -319,8 +319,8 @@ class Trainer:
     def _step(self) -> None:
         """Change the weights and the companion's parameters by their gradients.
 
-        In float16 the loss is scaled, and gradients are scaled back first. The companion takes no step where one of its
-        own or of the weights overflows; both lower the scale.
+        In float16 the loss is scaled, and gradients are scaled back first. The companion takes no step if a gradient of
+        its own or of the weights overflows; both lower the scale.
         """
         own, scaler = self._plain_steps, self.accelerator.scaler
         if own is not None and scaler is not None:
@@ -353,14 +353,14 @@ class Trainer:
         return max(float(group["lr"]) for group in self.optimizer.param_groups)
 
     def _stop_if_not_finite(self, is_due: bool) -> None:
-        """Raise if the loss is no number; on a GPU looked at now and then, since looking waits for it."""
+        """Raise if the loss is not finite; on a GPU checked only now and then, since checking waits for the device."""
         is_free = self.accelerator.device.type == "cpu"
         if (is_free or is_due or self.at.step % 20 == 0) and not torch.isfinite(self._loss_sum):
             when = f"{'' if is_free else 'or before '}update {self._updates_done}"
             clip = "" if self.config.clip_grad is not None else "--clip-grad 1, "
             raise TrainError(
                 f"the loss is not finite at {when} (epoch {self.at.epoch + 1}, learning rate {self._lr:.2e}); "
-                f"begin again in another directory with a lower --lr, {clip}or --precision float32"
+                f"start again in another directory with a lower --lr, {clip}or --precision float32"
             )
 
     def _progress(self, seconds_per_update: float) -> Progress:
@@ -405,15 +405,15 @@ class Trainer:
         )
 
     def _is_best(self, last: float) -> bool:
-        """Whether ``last`` is above all before it, or, of what is new, as high as before training.
+        """Whether ``last`` is above all before it or, if part of the model is new, as high as before training.
 
-        A start of recovery that is as good as what was trained stays the best: it took no training.
+        In recovery, a start that is as good as the trained model stays the best: it needed no training.
         """
         best, is_of_start = self.at.best, self.at.best_epoch == 0
         return best is None or last > best or (self._is_new and is_of_start and last == best)
 
     def _share_buffers(self) -> None:
-        """Give all processes the buffers of the first, such as the means of batch norms: its model is the one saved."""
+        """Copy the buffers of the first process, whose model is saved, to all; batch norms keep their means there."""
         if self.accelerator.num_processes > 1 and not is_sharded(self.accelerator):
             broadcast(list(self.student.buffers()))
 
@@ -438,7 +438,7 @@ class Trainer:
         return self._plain
 
     def _is_due(self) -> bool:
-        """Whether to keep a state now: the first process looks at its clock, the others do as it says."""
+        """Whether to keep a state now; the first process decides for all."""
         if self.keeper is None:
             return False
         if self.accelerator.num_processes == 1:
@@ -457,7 +457,7 @@ class Trainer:
         self.accelerator.wait_for_everyone()
 
     def state(self) -> State:
-        """Return everything from which training goes on; all processes must ask, the first one has it."""
+        """Return everything needed to resume; all processes must call it, the first one gets it."""
         self.at.loss_sums = self.accelerator.gather(self._loss_sum[None]).tolist()
         unreadable = sorted(set(gather_object(self.at.unreadable)))
         if is_sharded(self.accelerator):
@@ -478,9 +478,11 @@ class Trainer:
         }
 
     def restore(self, state: State) -> None:
-        """Go on from ``state``."""
+        """Resume from ``state``."""
         if state.get("format") != FORMAT:
-            raise TrainError(f"a checkpoint of format {FORMAT} was expected, not {state.get('format')!r}; start anew")
+            raise TrainError(
+                f"expected a checkpoint of format {FORMAT}, got {state.get('format')!r}; start again in a new directory"
+            )
         if is_sharded(self.accelerator):
             options = StateDictOptions(full_state_dict=True)
             set_state_dict(
@@ -507,7 +509,7 @@ class Trainer:
 
 @contextmanager
 def _left_out(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Keep ``parameters`` out of an optimizer that is made meanwhile."""
+    """Keep ``parameters`` out of an optimizer that is created in this context."""
     for parameter in parameters:
         parameter.requires_grad_(False)
     try:
@@ -523,7 +525,7 @@ def _has_finite_gradients(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _with_slow_backbone(config: TrainConfig) -> Callable[[nn.Module], list[dict[str, Any]]]:
-    """Return what parts the parameters of a model into groups, those of its backbone with a learning rate apart.
+    """Return a function that groups a model's parameters, those of its backbone with a learning rate of their own.
 
     The pyramid on a plain ViT is part of the backbone.
     """
@@ -552,7 +554,7 @@ def _average(student: nn.Module, config: TrainConfig) -> ModelEmaV3:
 
 def _gather(module: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[State, State]:
     """Return the weights and the optimizer's state of a sharded model, whole, to the first process."""
-    assert optimizer.state, "before the first update torch would invent a state, by an update of its own"
+    assert optimizer.state, "before the first update, torch would create a state by an update of its own"
     model, moments = get_state_dict(module, optimizer, options=WHOLE)
     return dict(model), dict(moments)
 
@@ -578,7 +580,7 @@ def _schedule(optimizer: torch.optim.Optimizer, config: TrainConfig, peak: float
 
 
 def _advice_on_memory(config: TrainConfig) -> str:
-    """Return what to say of a batch that does not fit: a part of it, and so many more parts."""
+    """Return the advice for a batch that does not fit in memory: a smaller one, accumulated to the same size."""
     size, step = config.batch_size, 2 if config.mixes else 1
     parts = [part for part in range(step, size // 2 + 1, step) if size % part == 0]
     sentence = f"a batch of {size} images does not fit in memory"
