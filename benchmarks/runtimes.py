@@ -44,7 +44,8 @@ from hetdpt.core.modules import random_images
 from hetdpt.core.plan import Plan
 from hetdpt.core.published import published_plan
 from hetdpt.measurement.costs import Costs
-from hetdpt.measurement.speed import Ratio, Rounds, _interleave, _ratio
+from hetdpt.measurement.speed import Rounds, _interleave, _ratio
+from hetdpt.results import Ratio
 
 Run = Callable[[Tensor], Tensor]
 """Images (B, C, H, W) to logits (B, classes)."""

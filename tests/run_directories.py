@@ -11,9 +11,10 @@ from typing import Any
 
 import yaml
 
-from hetdpt.core.plan import KINDS, Budget
-from hetdpt.measurement.prices import Price, Prices
-from hetdpt.report.frontier import summary, values_of
+from hetdpt.core.plan import KINDS, Budget, Sample
+from hetdpt.core.tokens import Tokens
+from hetdpt.report.frontier import summary
+from hetdpt.results import Price, Prices
 from hetdpt.selection.predictor.allocate import allocate, frontier, surface
 from hetdpt.selection.predictor.polynomial import fit_predictor
 from hetdpt.store.stage_directory import CONFIG, FLOW, STAGES, SUMMARY, StageRecord, stage_directory
@@ -69,10 +70,11 @@ def stage_results(config: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {
         "analyse": {
             "model": config["model"], **MACHINE, "dtype": "float32", "blocks": BLOCKS, "sites": sites,
+            "input_size": [3, 24, 24], "classes": 10,
             "accuracy": scores(98.06), "params": 610_000, "macs": 41_000_000, "prices": asdict(prices()),
         },
         "select": selected(config),
-        "recover": {"start": 90.0, "epochs": epochs(), "unreadable": []},
+        "recover": recovered(),
         "merge": {"merged": 0 if config["layers"] == 0 else 5, "difference": 1e-6},
         "measure": measured(),
         "save": {"model": "model", "exports": {}, "bytes": 1_900_000},
@@ -86,7 +88,7 @@ def stage_results(config: dict[str, Any]) -> dict[str, Any]:
         del found["allocate"]
         found["balance"] = balanced(config)
     if config.get("tokens"):
-        found["reduce"] = {"method": "tome", "r": 8, "schedule": "constant"}
+        found["reduce"] = {"tokens": asdict(Tokens("tome", 8))}
     if config["compare"]:
         found["compare"] = {"rows": [compared(name) for name in config["compare"]], "images": 360}
     return found
@@ -108,7 +110,7 @@ def balanced(config: dict[str, Any]) -> dict[str, Any]:
     costs = {"macs": 31_850_000, "params": 497_000}
     rows = [
         {
-            "attention": attention, "activation": activation, "predicted": accuracy_without(attention, activation),
+            "budget": asdict(Budget(attention, activation)), "predicted": accuracy_without(attention, activation),
             "ratios": {**RATIOS, "embedding": 0.5 - layers / 40}, **costs, "start": 60.0 + layers,
             "accuracy": 92.0 + layers / 4, "speedup": 1.3 + layers / 25,
         }
@@ -145,7 +147,7 @@ def samples() -> list[dict[str, Any]]:
         "activation": [(0, count) for count in range(1, 7)],
         "interleaved": [((count + 1) // 2, count // 2) for count in range(2, 9)],
     }
-    start = {"attention": 0, "activation": 0, "before": None, "accuracy": 97.9, "chain": "", "layers": [], "seconds": 0}
+    start = {"budget": asdict(Budget(0, 0)), "before": None, "accuracy": 97.9, "chain": "", "layers": [], "seconds": 0}
     return [start] + [sample(chain, *budget) for chain, budgets in chains.items() for budget in budgets]
 
 
@@ -155,7 +157,7 @@ def sample(chain: str, attention: int, activation: int) -> dict[str, Any]:
     value = accuracy_without(attention, activation)
     layer = {"kind": kind, "block": block, "te": 0.03 * (attention + activation)}
     return {
-        "attention": attention, "activation": activation, "before": value - 6, "accuracy": value, "chain": chain,
+        "budget": asdict(Budget(attention, activation)), "before": value - 6, "accuracy": value, "chain": chain,
         "layers": [layer], "seconds": 4.1,
     }  # fmt: skip
 
@@ -163,19 +165,22 @@ def sample(chain: str, attention: int, activation: int) -> dict[str, Any]:
 @cache
 def predicted() -> dict[str, Any]:
     rows = samples()
-    ratios = [(1 - row["attention"] / BLOCKS, 1 - row["activation"] / BLOCKS, row["accuracy"]) for row in rows]
-    predictor = fit_predictor(ratios, BLOCKS)
+    predictor = fit_predictor([Sample(Budget(**row["budget"]), row["accuracy"]) for row in rows], BLOCKS)
     allocation = allocate(predictor, layers=8, prices=prices())
-    known = summary(predictor, frontier(predictor, prices()), allocation, prices())
-    known["budget"] = asdict(Budget(3, 5))
-    points = [{name: row[name] for name in ("attention", "activation", "accuracy")} for row in rows]
-    cells = [values_of(split) for split in surface(predictor, prices())]
+    known = summary(predictor, (), allocation, prices())
+    points = [{name: row[name] for name in ("budget", "accuracy")} for row in rows]
+    cells = [asdict(split) for split in surface(predictor, prices())]
     return {
         "collect": {"samples": rows, "measured_on": "287 training images that were held out"},
         "fit": {"blocks": BLOCKS, **known["fit"], "samples": points, "surface": cells, "warnings": known["warnings"]},
         "allocate": {
-            **{name: known[name] for name in ("wanted", "budget", "table", "frontier", "warnings")},
+            "wanted": known["wanted"],
+            "budget": asdict(Budget(3, 5)),
             "share": 0.41,
+            "speedup": 1.4,
+            "table": [asdict(split) for split in allocation.table],
+            "frontier": [asdict(split) for split in frontier(predictor, prices())],
+            "warnings": known["warnings"],
         },
     }
 
@@ -184,6 +189,11 @@ def picks() -> list[dict[str, Any]]:
     order = [("activation", 4), ("attention", 9), ("activation", 7), ("activation", 1)]
     order += [("attention", 5), ("activation", 10), ("activation", 6), ("attention", 2)]
     return [{"kind": kind, "block": block, "score": 0.0123 * turn} for turn, (kind, block) in enumerate(order, 1)]
+
+
+def recovered() -> dict[str, Any]:
+    scores = {"start": 90.0, "last": 97.2, "best": 97.2, "ema": 96.8, "best_epoch": 5}
+    return {"epochs": epochs(), **scores, "seconds": 30.0, "images_per_second": 500.0, "unreadable": []}
 
 
 def epochs() -> list[dict[str, Any]]:
@@ -222,8 +232,11 @@ def compared(method: str) -> dict[str, Any]:
 def summary_of(config: dict[str, Any]) -> dict[str, Any]:
     wanted = {"macs": config["macs"]} if config.get("plus") else {"layers": 8}
     return {
-        "dense_accuracy": 98.06, "pruned_accuracy": 97.22, "speedup": 1.43, "macs": 31_850_000, "params": 497_000,
-        "plan": PLAN, "device": "cpu", "method": config["method"], "images": 360, "seconds": 320.0,
+        "dense_accuracy": 98.06, "pruned_accuracy": 97.22, "speedup": 1.43, "speedup_low": 1.40, "speedup_high": 1.46,
+        "macs": 31_850_000, "params": 497_000, "dense_macs": 41_000_000, "dense_params": 610_000,
+        "ms": 2.88, "dense_ms": 4.12, "budget": {"attention": 3, "activation": 5}, **MACHINE, "dtype": "float32",
+        "batch": 8, "model": config.get("model", "demo"), "data": config.get("data", "demo"),
+        "plan": PLAN, "method": config["method"], "images": 360, "seconds": 320.0,
         "ratios": RATIOS if config.get("plus") else None, "tokens": config.get("tokens"),
         "goal": {"wanted": wanted, "is_met": True, "text": "met", "next": None},
         "warnings": ["the samples were measured on few images"],

@@ -21,7 +21,7 @@ from hetdpt.core.errors import DataError
 from hetdpt.data.batches import EvaluationBatches
 from hetdpt.data.sources import Data, open_data
 from hetdpt.data.subset import Subset
-from hetdpt.measurement.accuracy import Scores, evaluate, measure_accuracy
+from hetdpt.measurement.accuracy import evaluate, measure_accuracy, scores_of
 from hetdpt.measurement.intervals import wilson_interval
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
@@ -231,7 +231,7 @@ def test_the_interval_covers_the_truth_in_95_of_100_cases(rate: float, count: in
 
 
 def test_scores_of_sums() -> None:
-    scores = Scores.of(torch.tensor([3.0, 4.0, 10.0, 5.0], dtype=torch.float64), ("a.png",))
+    scores = scores_of(torch.tensor([3.0, 4.0, 10.0, 5.0], dtype=torch.float64), ("a.png",))
     assert (scores.top1, scores.top5, scores.loss, scores.count) == (60.0, 80.0, 2.0, 5)
     assert scores.unreadable == ("a.png",)
     assert (scores.low, scores.high) == wilson_interval(3, 5)

@@ -32,7 +32,7 @@ from hetdpt.flow.collection.collect import read_run
 from hetdpt.flow.comparison.rows import MethodComparison
 from hetdpt.flow.config import RunConfig
 from hetdpt.flow.stages.summary import RunSummary
-from hetdpt.measurement.prices import Prices
+from hetdpt.results import Prices
 from hetdpt.store.stage_directory import read_flow
 from hetdpt.tasks.boxes import open_boxes
 

@@ -32,7 +32,7 @@ from hetdpt.flow.collection.collect import collect_into, read_run, recheck_into
 from hetdpt.flow.collection.work import SampleDone, Workplace
 from hetdpt.flow.recipes import quick
 from hetdpt.measurement.agreement import relative_difference
-from hetdpt.measurement.prices import Prices
+from hetdpt.results import Prices
 from hetdpt.selection.predictor.samples import CollectConfig, SampleStep, fine_tune, prune_next
 from hetdpt.store.atomic import kept_json
 from hetdpt.store.run_directory import share

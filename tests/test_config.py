@@ -17,8 +17,8 @@ from hetdpt.core.errors import FileError, HetDPTError, PlanError, PredictError, 
 from hetdpt.core.plan import REMOVALS
 from hetdpt.flow.config import RunConfig
 from hetdpt.flow.recipes import RECIPES, quick, recipe
-from hetdpt.measurement.prices import Price
 from hetdpt.reduce.width.narrow import WidthConfig
+from hetdpt.results import Price
 from hetdpt.selection.methods import METHODS
 
 REQUIRED: dict[str, Any] = {"model": "demo", "data": "demo", "out": Path("runs/one")}

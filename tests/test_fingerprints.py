@@ -17,7 +17,7 @@ from hetdpt.core.errors import HetDPTError
 from hetdpt.flow import pipeline
 from hetdpt.flow.config import RunConfig, _leaves
 from hetdpt.flow.stages.task import DATA, MODEL, SAMPLES, Result, Stage, StageTask
-from hetdpt.measurement.prices import Price
+from hetdpt.results import Price
 
 GIVEN = {
     **dict.fromkeys(("model", "weights", "pretrained", "num_classes", "img_size"), MODEL),

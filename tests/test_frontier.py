@@ -15,9 +15,9 @@ from test_report import size_of
 
 from hetdpt.core.errors import FileError
 from hetdpt.core.plan import Budget
-from hetdpt.measurement.prices import Price, Prices
 from hetdpt.report.frontier import CHOICE, COLUMNS, draw, summary, write_csv
-from hetdpt.selection.predictor.allocate import Allocation, Split, allocate, frontier
+from hetdpt.results import Price, Prices, Split
+from hetdpt.selection.predictor.allocate import Allocation, allocate, frontier
 from hetdpt.selection.predictor.polynomial import Predictor, fit_predictor
 
 REFERENCE = json.loads((Path(__file__).parents[1] / "benchmarks" / "reference" / "reference.json").read_text())

@@ -26,7 +26,7 @@ from hetdpt.core.errors import DataError, FileError, PlanError
 from hetdpt.flow import oneshot
 from hetdpt.flow.oneshot import OneShot, OneShotStep, oneshot_into, partial_of
 from hetdpt.measurement.agreement import measure_damage, relative_difference
-from hetdpt.measurement.speed import Ratio
+from hetdpt.results import Ratio
 from hetdpt.selection import goal as goals
 from hetdpt.selection.goal import OneShotConfig
 from hetdpt.store.atomic import sha256

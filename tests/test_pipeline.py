@@ -25,7 +25,7 @@ from test_cli import SCRIPT, Run
 
 import hetdpt
 from hetdpt.core.errors import FileError, PlanError
-from hetdpt.core.plan import Plan
+from hetdpt.core.plan import Budget, Plan
 from hetdpt.core.tokens import read_tokens
 from hetdpt.data.sources import open_data
 from hetdpt.flow.config import RunConfig
@@ -35,7 +35,7 @@ from hetdpt.flow.stages.summary import RunSummary
 from hetdpt.flow.stages.width import choose
 from hetdpt.measurement.costs import Costs
 from hetdpt.report.commands import further
-from hetdpt.report.results import Candidate
+from hetdpt.results import Candidate
 from hetdpt.store.atomic import keep_json
 from hetdpt.store.lock import alone, is_in_use
 from hetdpt.store.stage_directory import NOW, STAGES, StageRecord, begin, read_stages, stage_directory
@@ -159,7 +159,7 @@ class TestAWholeRun:
     def test_samples_are_measured_on_training_images_that_are_held_out(self, done: Path) -> None:
         collected = StageRecord.read(stage_directory(done, "collect")).result
         assert collected["measured_on"] == "287 training images that were held out"
-        counts = [(sample["attention"], sample["activation"]) for sample in collected["samples"]]
+        counts = [(*sample["budget"].values(),) for sample in collected["samples"]]
         assert sorted(counts) == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (2, 0)]
 
     def test_merging_and_recovery_are_of_one_model(self, done: Path) -> None:
@@ -414,12 +414,12 @@ class TestOtherWays:
     def test_of_those_that_are_as_accurate_the_fastest_is_taken(
         self, accuracies: tuple[float, ...], speedups: tuple[float, ...], taken: int, why: str
     ) -> None:
-        rest = {"attention": 0, "predicted": 0.0, "ratios": {}, "macs": 1.0, "params": 1.0, "start": 0.0}
+        rest = {"predicted": 0.0, "ratios": {}, "macs": 1.0, "params": 1.0, "start": 0.0}
         pairs = zip(accuracies, speedups, strict=True)
         found, said = choose(
-            [Candidate(activation=n, accuracy=a, speedup=s, **rest) for n, (a, s) in enumerate(pairs)], 1000
+            [Candidate(budget=Budget(0, n), accuracy=a, speedup=s, **rest) for n, (a, s) in enumerate(pairs)], 1000
         )
-        assert found.activation == taken
+        assert found.layers == taken
         assert said.startswith(why)
 
     @pytest.mark.slow

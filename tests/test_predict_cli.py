@@ -20,7 +20,7 @@ from test_training_cli import build
 
 from hetdpt.cli.predict import read_amount
 from hetdpt.core.plan import Budget, Sample
-from hetdpt.measurement.prices import Price, Prices
+from hetdpt.results import Price, Prices
 from hetdpt.selection.predictor.polynomial import fit_predictor
 from hetdpt.selection.predictor.rows import read_rows, write_rows
 

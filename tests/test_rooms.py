@@ -20,7 +20,7 @@ STOREYS = [
     {"training", "reduce"},
     {"measurement"},
     {"surgery", "data"},
-    {"adapters"},
+    {"adapters", "results"},
     {"store"},
     {"core"},
 ]
@@ -47,7 +47,7 @@ FENCES = {
     "psutil": {"core"},
     "typer": {"cli"},
 }
-WITHOUT_TORCH = {"report"}
+WITHOUT_TORCH = {"report", "results"}
 WITHOUT_TORCH_TOO = {
     *(f"core/{name}.py" for name in ("plan", "goals", "tokens", "errors", "format", "host", "published")),
     *(f"selection/predictor/{name}.py" for name in ("rows", "polynomial", "allocate")),

@@ -82,7 +82,7 @@ def test_layers_go_in_their_order_and_those_without_a_turn_last(full: Path) -> N
 
 def test_transfer_entropy_is_that_of_the_first_sample_that_has_it(full: Path) -> None:
     layers = [{"kind": "attention", "block": 3, "te": te} for te in (None, 0.5, 0.7)]
-    rows = [{"attention": 1, "activation": 0, "accuracy": 90.0, "layers": [layer]} for layer in layers]
+    rows = [{"budget": asdict(Budget(1, 0)), "accuracy": 90.0, "layers": [layer]} for layer in layers]
     change_stage(full, "collect", samples=rows)
     assert RunRecord.read(full).entropies == {("attention", 3): 0.5}
 
@@ -323,7 +323,7 @@ def test_what_is_shown_is_never_code(tmp_path: Path) -> None:
     change_stage(run, "fit", pruned_formula=EVIL)
     write_stage(run, "save", {"model": EVIL}, **{EVIL: EVIL})
     goal = {"wanted": {}, "is_met": False, "text": EVIL, "next": None}
-    (run / SUMMARY).write_text(json.dumps({"goal": goal, "warnings": [EVIL]}))
+    (run / SUMMARY).write_text(json.dumps({**summary_of({"method": EVIL}), "goal": goal, "warnings": [EVIL]}))
     write_reports(run)
     page = Page.read(run)
     assert len(page.scripts) == 2
@@ -413,7 +413,7 @@ def test_the_surface_shows_samples_the_choice_and_guesses(full: Path) -> None:
     assert len(classes(picture, "under")) == len(samples())
     said = next(hint for hint in hints(picture) if hint.startswith("3 attention + 5 activation"))
     cell = next(cell for cell in fit.surface if cell.budget == Budget(3, 5))
-    assert f"predicted {cell.predicted:.2f} %\n95 % interval {cell.low:.2f} – {cell.high:.2f}" in said
+    assert f"predicted {cell.accuracy:.2f} %\n95 % interval {cell.low:.2f} – {cell.high:.2f}" in said
     assert said.endswith("\nchosen")
     best = max(classes(picture, "heat"), key=lambda one: float(one.get("fill-opacity", 0)))
     assert float(best.get("fill-opacity", 0)) <= 1
@@ -450,7 +450,9 @@ def test_a_frontier_without_times_counts_layers(full: Path) -> None:
 
 
 def test_a_training_that_went_astray_is_drawn_as_far_as_there_are_numbers(full: Path) -> None:
-    change_stage(full, "recover", epochs=[*epochs()[:3], {"number": 3, "loss": math.nan, "last": math.inf}])
+    change_stage(
+        full, "recover", epochs=[*epochs()[:3], {"number": 3, "epochs": 5, "loss": math.nan, "last": math.inf}]
+    )
     recovery = RunRecord.read(full).results.recover
     assert recovery is not None
     drawn = accuracies(recovery, 98.06, 400), losses(recovery, 400)

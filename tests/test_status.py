@@ -24,27 +24,46 @@ SCORES = {"top1": 98.06, "top5": 100.0, "loss": 0.1, "count": 360, "low": 96.0, 
 SIDE = {"accuracy": SCORES, "params": 610000, "macs": 41000000, "ms": 4.0, "throughput": 2000.0}
 MACHINE = {"device": "cpu", "processor": "Xeon", "threads": 2, "dtype": "float32"}
 PLAN = {"attention": [1, 3], "activation": [2], "removal": "calibrated"}
-SPLIT = {"attention": 2, "activation": 1, "predicted": 97.0, "low": 96.0, "high": 98.0, "is_beyond": False}
+SPLIT = {"budget": {"attention": 2, "activation": 1}, "accuracy": 97.0, "low": 96.0, "high": 98.0, "is_beyond": False}
 RATIOS = {"embedding": 0.31, "hidden": 0.31, "heads": 0.31, "head_dims": 0.155}
 COSTS = {"macs": 3.19e7, "params": 4.97e5}
-CANDIDATE = {"attention": 0, "activation": 0, "predicted": 97.0, "ratios": RATIOS, **COSTS, "start": 60.0}
+CANDIDATE = {"budget": {"attention": 0, "activation": 0}, "predicted": 97.0, "ratios": RATIOS, **COSTS, "start": 60.0}
 CANDIDATE |= {"accuracy": 95.0, "speedup": 1.5}
-EPOCHS = [{"number": 0, "last": 90.0, "best": 90.0}, {"number": 2, "last": 97.0, "best": 97.2}]
+EPOCHS = [
+    {"number": number, "epochs": 2, "last": last, "best": last + 0.1 * number}
+    for number, last in ((0, 90.0), (2, 97.0))
+]
 FIT = {"blocks": 4, "degree": 2, "mae": 0.413, "rmse": 0.5, "explained": 0.9, "formula": "P", "pruned_formula": "p"}
+FIT |= {"coefficients": {}, "pruned_coefficients": {}, "tried": []}
 RESULTS: dict[str, dict[str, Any]] = {
-    "analyse": {"model": "demo", **MACHINE, "blocks": 4, "sites": [], "accuracy": SCORES, "params": 1, "macs": 1},
-    "collect": {"samples": [{"attention": 0, "activation": 1, "accuracy": 97.0}] * 7, "measured_on": "held out"},
+    "analyse": {
+        "model": "demo",
+        **MACHINE,
+        "blocks": 4,
+        "input_size": [3, 24, 24],
+        "classes": 10,
+        "sites": [],
+        "accuracy": SCORES,
+        "params": 1,
+        "macs": 1,
+        "prices": {"dense": {"macs": 1, "params": 1}, "attention": [], "activation": []},
+    },
+    "collect": {
+        "samples": [{"budget": {"attention": 0, "activation": 1}, "accuracy": 97.0}] * 7,
+        "measured_on": "held out",
+    },
     "fit": {**FIT, "samples": [], "surface": []},
     "allocate": {
         "wanted": {"layers": 3},
         "budget": {"attention": 2, "activation": 1},
         "share": 0.4,
+        "speedup": 1.4,
         "table": [SPLIT],
         "frontier": [],
     },
     "balance": {
         "target": {"macs": 3.2e7},
-        "candidates": [CANDIDATE, {**CANDIDATE, "attention": 2, "activation": 1, "accuracy": 96.5}],
+        "candidates": [CANDIDATE, {**CANDIDATE, "budget": {"attention": 2, "activation": 1}, "accuracy": 96.5}],
         "budget": {"attention": 2, "activation": 1},
         "why": "it is the most accurate",
         "measured_on": "held out",
@@ -52,9 +71,18 @@ RESULTS: dict[str, dict[str, Any]] = {
     },
     "select": {"method": "hetdpt", "plan": PLAN, "picks": []},
     "narrow": {"target": {"macs": 3.2e7}, "ratios": RATIOS, **COSTS, "tried": 9},
-    "recover": {"start": 90.0, "last": 97.0, "best": 97.2, "best_epoch": 1, "epochs": EPOCHS},
+    "recover": {
+        "start": 90.0,
+        "last": 97.0,
+        "best": 97.2,
+        "ema": None,
+        "best_epoch": 1,
+        "epochs": EPOCHS,
+        "seconds": 1.0,
+        "images_per_second": 1.0,
+    },
     "merge": {"merged": 1, "difference": 1e-6},
-    "reduce": {"method": "tome", "r": 8, "schedule": "constant"},
+    "reduce": {"tokens": {"method": "tome", "r": 8, "schedule": "constant"}},
     "measure": {
         "dense": SIDE,
         "pruned": {**SIDE, "accuracy": {**SCORES, "top1": 97.22}},

@@ -31,17 +31,17 @@ if TYPE_CHECKING:
     from hetdpt.flow.config import RunConfig
     from hetdpt.flow.oneshot import oneshot_into
     from hetdpt.flow.pipeline import run
-    from hetdpt.measurement.accuracy import Scores, evaluate
+    from hetdpt.measurement.accuracy import evaluate
     from hetdpt.measurement.costs import count_macs, count_params
-    from hetdpt.measurement.prices import Price, Prices
     from hetdpt.measurement.speed import latency_table, measure_throughput
     from hetdpt.reduce.tokens.reduce import reduce_tokens_, restore_tokens_
     from hetdpt.reduce.width.choice import Ratios
     from hetdpt.reduce.width.narrow import WidthConfig, narrow_, narrow_to
+    from hetdpt.results import Price, Prices, Scores, Split
     from hetdpt.selection.entropy import transfer_entropy
     from hetdpt.selection.goal import OneShotConfig
     from hetdpt.selection.methods import METHODS
-    from hetdpt.selection.predictor.allocate import Allocation, Split, allocate, frontier
+    from hetdpt.selection.predictor.allocate import Allocation, allocate, frontier
     from hetdpt.selection.predictor.polynomial import Predictor, fit_predictor
     from hetdpt.selection.predictor.pricing import measure_prices
     from hetdpt.selection.predictor.samples import CollectConfig
@@ -89,14 +89,14 @@ _HOMES = {
     "hetdpt.tasks.saved": ("load_task", "save_task"),
     "hetdpt.export.features": ("as_features",),
     "hetdpt.studies.relevance": ("Relevance", "explain"),
-    "hetdpt.measurement.accuracy": ("Scores", "evaluate"),
+    "hetdpt.measurement.accuracy": ("evaluate",),
     "hetdpt.measurement.costs": ("count_macs", "count_params"),
     "hetdpt.measurement.speed": ("latency_table", "measure_throughput"),
     "hetdpt.flow.pipeline": ("run",),
     "hetdpt.core.plan": ("Budget", "Measurement", "Plan", "Sample", "Site"),
-    "hetdpt.selection.predictor.allocate": ("Allocation", "Split", "allocate", "frontier"),
+    "hetdpt.selection.predictor.allocate": ("Allocation", "allocate", "frontier"),
     "hetdpt.selection.predictor.polynomial": ("Predictor", "fit_predictor"),
-    "hetdpt.measurement.prices": ("Price", "Prices"),
+    "hetdpt.results": ("Price", "Prices", "Scores", "Split"),
     "hetdpt.selection.predictor.pricing": ("measure_prices",),
     "hetdpt.selection.predictor.samples": ("CollectConfig",),
     "hetdpt.core.published": ("published_plan", "published_plans"),

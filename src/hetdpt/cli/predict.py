@@ -31,7 +31,7 @@ from hetdpt.store.atomic import parse_json
 
 if TYPE_CHECKING:
     from hetdpt.core.plan import Budget, Sample
-    from hetdpt.measurement.prices import Prices
+    from hetdpt.results import Prices
     from hetdpt.selection.predictor.allocate import Allocation
     from hetdpt.selection.predictor.polynomial import Predictor
 
@@ -198,7 +198,8 @@ def _read_run(samples: Path) -> dict[str, Any]:
 
 def _read_prices(samples: Path, file: Path | None) -> Prices | None:
     """Return the prices in ``file`` or, where none is given, those beside the samples, if there are any."""
-    from hetdpt.measurement.prices import PRICES_FILE, Prices
+    from hetdpt.measurement.prices import PRICES_FILE
+    from hetdpt.results import Prices
 
     if file is None:
         file = samples / PRICES_FILE

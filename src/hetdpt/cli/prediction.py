@@ -14,8 +14,8 @@ from hetdpt.cli.show import print_, table
 from hetdpt.core.format import amount, estimate, percent, split_text, times
 
 if TYPE_CHECKING:
-    from hetdpt.measurement.prices import Prices
-    from hetdpt.selection.predictor.allocate import Allocation, Split
+    from hetdpt.results import Prices, Split
+    from hetdpt.selection.predictor.allocate import Allocation
     from hetdpt.selection.predictor.polynomial import Predictor
 
 PREDICT = "predict.json"  # by which a directory of ours is known

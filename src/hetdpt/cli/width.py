@@ -32,10 +32,10 @@ if TYPE_CHECKING:
     from torch import nn
 
     from hetdpt.data.sources import Data
-    from hetdpt.measurement.accuracy import Scores
     from hetdpt.measurement.costs import Costs
     from hetdpt.reduce.width.narrow import Narrowed, WidthConfig
     from hetdpt.reduce.width.scores import Sizes
+    from hetdpt.results import Scores
 
 
 def width(

@@ -19,8 +19,9 @@ from hetdpt.data.table import DEMO
 from hetdpt.export.runtimes import EXPORTS, ExportRuntime, require_runtimes
 from hetdpt.flow.recipes import quick
 from hetdpt.flow.recipes import recipe as recipe_called
-from hetdpt.measurement.prices import Amount, Price, read_amount
+from hetdpt.measurement.prices import Amount, read_amount
 from hetdpt.reduce.width.narrow import WidthConfig
+from hetdpt.results import Price
 from hetdpt.selection.methods import METHODS, method_called
 from hetdpt.selection.predictor.allocate import Wanted
 from hetdpt.selection.predictor.samples import CollectConfig

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -20,39 +19,22 @@ from hetdpt.data.batches import EvaluationBatches, Share
 from hetdpt.data.sources import Data, check_classes, open_data
 from hetdpt.data.subset import subset
 from hetdpt.measurement.intervals import wilson_interval
+from hetdpt.results import Scores
 
 BATCH = 64
 Each = Callable[[Tensor, Tensor], None]
 """Called with indices of images (B,), -1 in a stream of shards, and whether the model gets each right (B,)."""
 
 
-@dataclass(frozen=True)
-class Scores:
-    """The accuracy of a model on some images, in percent.
+def scores_of(sums: Tensor, unreadable: tuple[str, ...] = ()) -> Scores:
+    """Return the scores of sums (right at first, right among five, cross-entropy, images).
 
-    >>> Scores.of(torch.tensor([724.0, 910.0, 1200.0, 1000.0]))
+    >>> scores_of(torch.tensor([724.0, 910.0, 1200.0, 1000.0]))
     Scores(top1=72.4, top5=91.0, loss=1.2, count=1000, low=69.5..., high=75.0..., unreadable=())
     """
-
-    top1: float
-    top5: float
-    loss: float
-    """Mean cross-entropy."""
-    count: int
-    """Images that were read and counted, each once."""
-    low: float
-    """Lower end of the 95 % interval (Wilson) of ``top1``."""
-    high: float
-    """Its upper end."""
-    unreadable: tuple[str, ...] = ()
-    """Files that could not be read and were not counted."""
-
-    @classmethod
-    def of(cls, sums: Tensor, unreadable: tuple[str, ...] = ()) -> Scores:
-        """Return the scores of sums (right at first, right among five, cross-entropy, images)."""
-        right, right5, loss, count = sums.tolist()
-        low, high = wilson_interval(right, count)
-        return cls(100 * right / count, 100 * right5 / count, loss / count, int(count), low, high, unreadable)
+    right, right5, loss, count = sums.tolist()
+    low, high = wilson_interval(right, count)
+    return Scores(100 * right / count, 100 * right5 / count, loss / count, int(count), low, high, unreadable)
 
 
 @torch.no_grad()
@@ -84,7 +66,7 @@ def measure_accuracy(
     sums, unreadable = sum_over_processes(sums, weight.device), gather_lists(unreadable)
     if not sums[3]:
         raise DataError(f"none of the images can be read, {unreadable[0]} first; look at the files")
-    return Scores.of(sums, tuple(sorted(set(unreadable))))
+    return scores_of(sums, tuple(sorted(set(unreadable))))
 
 
 def evaluate(

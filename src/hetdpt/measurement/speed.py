@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from hetdpt.adapters.models import input_size_of
 from hetdpt.core.errors import MeasureError
-from hetdpt.core.format import estimate, times
 from hetdpt.core.modules import evaluating, random_images
 from hetdpt.core.plan import Measurement, Site
+from hetdpt.results import Ratio
 from hetdpt.surgery.merge import merge_
 from hetdpt.surgery.record import InputSize, Removal, survey_of
 from hetdpt.surgery.remove import ready, removable, without
@@ -36,18 +36,6 @@ class Rounds:
     seconds: float | None = None
     settle: bool = False
     """Whether each call first runs once untimed: threads of another runtime spin for a while after they have worked."""
-
-
-@dataclass(frozen=True)
-class Ratio:
-    """How many times faster, with the interval that holds 95 % of the bootstrap medians."""
-
-    value: float
-    low: float
-    high: float
-
-    def __str__(self) -> str:
-        return estimate(times(self.value, 3, "x"), self.low, self.high, 3)
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ def _figure(*draws: Callable[[float], Markup], wide: float = WIDE, signs: Iterab
 def layers(record: RunRecord) -> Figure:
     """Return the blocks, with the layers that went."""
     signs = [Sign("stays" if record.results.select else "can go", _swatch(rectangle(1, 0, 16, 14, "kept", rx=3)))]
-    if record.results.select and record.results.select.plan.layers:
+    if record.results.select and record.results.select.plan:
         gone = rectangle(1, 0, 16, 14, "gone", rx=3), cross(9, 7, "crossed", 3)
         signs.append(Sign("went, with its turn", _swatch(*gone)))
     return _figure(lambda width: blocks(record, width), signs=signs)

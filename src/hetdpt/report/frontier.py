@@ -17,8 +17,8 @@ from hetdpt.report.panels import require_figure, tidy
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from hetdpt.measurement.prices import Prices
-    from hetdpt.selection.predictor.allocate import Allocation, Split
+    from hetdpt.results import Prices, Split
+    from hetdpt.selection.predictor.allocate import Allocation
     from hetdpt.selection.predictor.polynomial import Predictor
 
 # Never "accuracy": a table of predictions is not to be taken for one of samples.

@@ -20,8 +20,17 @@ from hetdpt.core.format import (
 )
 from hetdpt.core.goals import describe
 from hetdpt.core.tokens import Tokens
-from hetdpt.report.results import Analysis, Balance, GoalResult, Measured, Merge, Narrowing, Selection, Speedup
 from hetdpt.report.run import RunRecord
+from hetdpt.results import (
+    AnalyseResult,
+    BalanceResult,
+    GoalResult,
+    MeasureResult,
+    MergeResult,
+    NarrowResult,
+    Ratio,
+    SelectResult,
+)
 
 NAMED = 8  # splits in a sentence
 FAR = 1.5  # times as long as a batch, the sum of its layers is in doubt
@@ -44,13 +53,13 @@ def title(record: RunRecord) -> str:
     return f"{_speed(measured.speedup)}, {_loss(measured)}" if measured else "Finished, nothing was measured"
 
 
-def _speed(found: Speedup) -> str:
+def _speed(found: Ratio) -> str:
     if found.low <= 1 <= found.high:
         return "No certain speedup"
     return f"{times(found.value)} {'faster' if found.value > 1 else 'the speed'}"
 
 
-def _loss(measured: Measured) -> str:
+def _loss(measured: MeasureResult) -> str:
     points = measured.pruned.accuracy.top1 - measured.dense.accuracy.top1
     text = f"{abs(points):.2f}"
     if float(text) == 0:
@@ -58,7 +67,7 @@ def _loss(measured: Measured) -> str:
     return f"{text} points {'more' if points > 0 else 'less'} accurate"
 
 
-def difference(measured: Measured) -> str:
+def difference(measured: MeasureResult) -> str:
     """Return what the change of accuracy is in images, so that nobody takes it for more."""
     count = measured.pruned.accuracy.count
     points = measured.pruned.accuracy.top1 - measured.dense.accuracy.top1
@@ -67,7 +76,7 @@ def difference(measured: Measured) -> str:
     return f"Of {count:,} images, {f'{images:,} {more}' if images else more}."
 
 
-def doubt(measured: Measured) -> str:
+def doubt(measured: MeasureResult) -> str:
     """Return why the breakdown is not to be relied on; empty where it is as long as a batch."""
     for side, whole in (("dense", measured.dense.ms), ("pruned", measured.pruned.ms)):
         total = sum(measured.breakdown.get(side, {}).values())
@@ -86,14 +95,14 @@ def lead(record: RunRecord) -> str:
     if results.select is None:
         return f"{text}."
     text = f"{text} lost {_gone(results.select, results.analyse, results.narrow)}."
-    return f"{text} {reduced(results.reduce)}" if results.reduce else text
+    return f"{text} {reduced(results.reduce.tokens)}" if results.reduce else text
 
 
-def _gone(chosen: Selection, analysis: Analysis | None, narrowing: Narrowing | None) -> str:
+def _gone(chosen: SelectResult, analysis: AnalyseResult | None, narrowing: NarrowResult | None) -> str:
     """Return which layers and how much width went."""
     budget = chosen.plan.budget
     gone, lost = layers(budget.attention, budget.activation), width(narrowing.ratios) if narrowing else ""
-    if not chosen.plan.layers:
+    if not len(chosen.plan):
         return f"{gone}, but {lost}" if lost else gone
     of = f" of {len(analysis.sites)} layers that can go" if analysis else ""
     return f"{gone}{of}, chosen by the method {chosen.method}{f', and {lost}' if lost else ''}"
@@ -119,7 +128,7 @@ def _costs(before: float, after: float) -> tuple[str, str]:
     return f"{amount(before)} before", f"{amount(after)} left"
 
 
-def _dense_tile(found: Analysis) -> Tile:
+def _dense_tile(found: AnalyseResult) -> Tile:
     scores = found.accuracy
     return Tile("dense accuracy", percent(scores.top1), ("95 % interval", interval(scores.low, scores.high)))
 
@@ -129,10 +138,10 @@ def goal_line(goal: GoalResult) -> str:
     return f"Goal met: {describe(goal.wanted)}" if goal.is_met else f"Goal missed: {goal.text}"
 
 
-def merged(found: Merge) -> str:
+def merged(found: MergeResult) -> str:
     """Return what became of the FFNs whose activation went.
 
-    >>> merged(Merge(0, 0.0)), merged(Merge(1, 0.0)), merged(Merge(5, 0.0))
+    >>> merged(MergeResult(0, 0.0)), merged(MergeResult(1, 0.0)), merged(MergeResult(5, 0.0))
     ('No FFN became one linear layer.', '1 FFN became one linear layer.', '5 FFNs became one linear layer each.')
     """
     count = counted(found.merged, "FFN") if found.merged else "No FFN"
@@ -144,12 +153,12 @@ def trained(record: RunRecord) -> str:
     chosen, recovery = record.results.select, record.results.recover
     if recovery is None:
         return ""
-    gone = ["the layers"] if chosen is None or chosen.plan.layers else []
+    gone = ["the layers"] if chosen is None or len(chosen.plan) else []
     gone += ["width"] if record.results.narrow else []
     return f"After {' and '.join(gone)} went, the rest was trained for {counted(len(recovery.epochs) - 1, 'epoch')}."
 
 
-def balanced(found: Balance) -> str:
+def balanced(found: BalanceResult) -> str:
     """Return how it was found how many layers go before width does, and why so many."""
     *others, last = (str(one.layers) for one in found.candidates)
     tried = f"{', '.join(others)} and {last}" if others else last
@@ -166,7 +175,7 @@ def reduced(found: Tokens) -> str:
     return f"Tokens are reduced: {fewer_tokens(found)}."
 
 
-def narrowed(found: Narrowing) -> str:
+def narrowed(found: NarrowResult) -> str:
     """Return which part of each size went, and what is left."""
     left = f"{amount(found.macs)} MACs and {amount(found.params)} parameters"
     speed = f", {times(found.speedup)} faster than the dense model" if found.speedup is not None else ""
@@ -185,7 +194,7 @@ def confidence(record: RunRecord) -> list[str]:
     said = [f"{layers(found.budget.attention, found.budget.activation)} go."]
     if chosen is not None:
         said.append(
-            f"Predicted {percent(chosen.predicted)} after a brief fine-tuning, as samples are, 95 % interval "
+            f"Predicted {percent(chosen.accuracy)} after a brief fine-tuning, as samples are, 95 % interval "
             f"{interval(chosen.low, chosen.high)}."
         )
     splits = counted(len(found.table), "split")

@@ -121,7 +121,7 @@ def _view(record: RunRecord, key: str, name: str) -> dict[str, Any]:
         "goal_line": headline.goal_line(goal) if goal else f"Asked for: {describe(record.goals)}",
         "difference": headline.difference(results.measure) if results.measure else "",
         "merged": headline.merged(results.merge) if results.merge else "",
-        "tokens": headline.reduced(results.reduce) if results.reduce else "",
+        "tokens": headline.reduced(results.reduce.tokens) if results.reduce else "",
         "trained": headline.trained(record),
         "kept": KEPT.get(str(record.config.get("keep"))),
         "explained": percent(100 * max(results.fit.explained, 0), 0) if results.fit else "",

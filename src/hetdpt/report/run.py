@@ -13,7 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from hetdpt.core.errors import FileError
 from hetdpt.core.plan import Kind
-from hetdpt.report.results import Results, SummaryResult
+from hetdpt.results import Results, RunSummary
 from hetdpt.store.config_diff import read_json
 from hetdpt.store.settings import read_settings
 from hetdpt.store.stage_directory import CONFIG, STAGE, STAGES, SUMMARY, StageRecord, read_flow, read_stages
@@ -36,7 +36,7 @@ class RunRecord:
     stages: tuple[StageRecord, ...]
     """Those that are begun or done, in order."""
     results: Results = field(default_factory=Results)
-    summary: SummaryResult | None = None
+    summary: RunSummary | None = None
     """None until the run is finished."""
     summary_values: dict[str, Any] | None = None
     """The same as plain JSON, and all else that it says."""
@@ -58,7 +58,7 @@ class RunRecord:
             flow=read_flow(directory),
             stages=stages,
             results=_results(stages),
-            summary=None if summary is None else _checked(SummaryResult, summary, file),
+            summary=None if summary is None else _checked(RunSummary, summary, file),
             summary_values=summary,
         )
 

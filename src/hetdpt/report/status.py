@@ -8,22 +8,22 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hetdpt.core.format import amount, counted, duration, fewer_tokens, machine, percent, times, widths
-from hetdpt.core.tokens import Tokens
-from hetdpt.report.results import (
-    AllocationResult,
-    Analysis,
-    Balance,
-    Collection,
-    ComparisonResult,
-    FitResult,
-    Measured,
-    Merge,
-    Narrowing,
-    Recovery,
-    Saved,
-    Selection,
-)
 from hetdpt.report.run import RunRecord
+from hetdpt.results import (
+    AllocateResult,
+    AnalyseResult,
+    BalanceResult,
+    CollectResult,
+    CompareResult,
+    FitResult,
+    MeasureResult,
+    MergeResult,
+    NarrowResult,
+    RecoverResult,
+    ReduceResult,
+    SaveResult,
+    SelectResult,
+)
 from hetdpt.store.lock import is_in_use
 from hetdpt.store.stage_directory import STAGES, StageRecord
 
@@ -90,35 +90,35 @@ def _how_far(now: dict[str, Any]) -> str:
 def _outcome(result: object) -> str:
     """Return what a stage came to, in a few words."""
     match result:
-        case Analysis(accuracy=scores):
+        case AnalyseResult(accuracy=scores):
             return f"{percent(scores.top1)} of {scores.count} images, {result.blocks} blocks"
-        case Collection(samples=samples):
+        case CollectResult(samples=samples):
             return counted(len(samples), "sample")
         case FitResult():
             return f"degree {result.degree}, wrong by {result.mae:.2f} points on average"
-        case AllocationResult(budget=budget):
+        case AllocateResult(budget=budget):
             return f"{budget.attention} attention + {budget.activation} activation"
-        case Balance(budget=budget):
+        case BalanceResult(budget=budget):
             best = percent(result.candidates[result.chosen].accuracy)
             return f"{budget.attention} attention + {budget.activation} activation, then width: {best}"
-        case Selection(plan=plan):
+        case SelectResult(plan=plan):
             gone = {"attention": plan.attention, "activation": plan.activation}
             blocks = [f"{kind} {' '.join(map(str, numbers))}" for kind, numbers in gone.items() if numbers]
             return ", ".join(blocks) or "no layers"
-        case Narrowing(macs=macs, params=params):
+        case NarrowResult(macs=macs, params=params):
             return f"less {widths(result.ratios)}; {amount(macs)} MACs, {amount(params)} parameters"
-        case Recovery(epochs=epochs) if epochs:
+        case RecoverResult(epochs=epochs) if epochs:
             after = f"{percent(epochs[-1].last)} after {counted(epochs[-1].number, 'epoch')}"
             return f"{percent(epochs[0].last)} before, {after}, best {percent(epochs[-1].best)}"
-        case Merge(merged=merged):
+        case MergeResult(merged=merged):
             return f"{counted(merged, 'FFN')} merged"
-        case Tokens():
-            return fewer_tokens(result)
-        case Measured():
+        case ReduceResult(tokens=tokens):
+            return fewer_tokens(tokens)
+        case MeasureResult():
             where = machine(result, result.batch)
             return f"{percent(result.pruned.accuracy.top1)}, {times(result.speedup.value)} ({where})"
-        case Saved():
+        case SaveResult():
             return ", ".join((result.model, *result.exports))
-        case ComparisonResult(rows=rows):
+        case CompareResult(rows=rows):
             return ", ".join(f"{row.method} {percent(row.accuracy)}" for row in rows)
     return ""

@@ -20,14 +20,14 @@ from hetdpt.core.format import (
     times,
 )
 from hetdpt.core.goals import describe
-from hetdpt.report.results import Balance, Measured, MethodRow, Side
 from hetdpt.report.run import RunRecord
+from hetdpt.results import BalanceResult, MeasureResult, MethodRow, ModelFigures
 
 Table = tuple[tuple[str, ...], list[tuple[str, ...]]]
 """Names of the columns, and rows."""
 
 
-def before_and_after(measured: Measured) -> Table:
+def before_and_after(measured: MeasureResult) -> Table:
     """Return the table of the two models."""
     dense, pruned, speed = measured.dense, measured.pruned, measured.speedup
     points = signed(pruned.accuracy.top1 - dense.accuracy.top1)
@@ -43,7 +43,7 @@ def before_and_after(measured: Measured) -> Table:
     ]
 
 
-def _range(side: Side) -> str:
+def _range(side: ModelFigures) -> str:
     return interval(side.accuracy.low, side.accuracy.high)
 
 
@@ -89,7 +89,7 @@ def comparison_table(record: RunRecord) -> Table:
     ]
 
 
-def balance_table(found: Balance) -> Table:
+def balance_table(found: BalanceResult) -> Table:
     """Return the numbers of layers that were tried with width for the rest, one in a row."""
     names = ("split", "untrained", "accuracy", "speedup", "MACs", "params", *SIZES.values())
     return names, [
@@ -142,7 +142,7 @@ def _ways(record: RunRecord) -> str:
     return " + ".join([record.method, *others])
 
 
-def breakdown_table(measured: Measured) -> Table:
+def breakdown_table(measured: MeasureResult) -> Table:
     """Return the milliseconds by kind of layer."""
     dense, pruned = (measured.breakdown.get(name, {}) for name in ("dense", "pruned"))
     sides = [(kind, dense.get(kind, 0.0), pruned.get(kind, 0.0)) for kind in dict.fromkeys([*dense, *pruned])]

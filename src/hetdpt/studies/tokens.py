@@ -31,9 +31,10 @@ from hetdpt.data.subset import subset
 from hetdpt.flow.collection.work import CLAIMS, Workplace
 from hetdpt.measurement.accuracy import BATCH, evaluate
 from hetdpt.measurement.costs import Costs
-from hetdpt.measurement.speed import Ratio, measure_throughput
+from hetdpt.measurement.speed import measure_throughput
 from hetdpt.reduce.tokens.reduce import reduce_tokens_
 from hetdpt.report.tokens import draw, write_csv
+from hetdpt.results import Ratio
 from hetdpt.store.atomic import keep_json, write_json, written
 from hetdpt.store.queue import Claim, Job, work
 from hetdpt.store.run_directory import share

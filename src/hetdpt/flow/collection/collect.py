@@ -18,7 +18,7 @@ from hetdpt.data.sources import Data, open_data
 from hetdpt.export.saved import load
 from hetdpt.flow.collection.tree import DENSE, SampleNode, in_turn, tree_of
 from hetdpt.flow.collection.work import RECHECK, SAMPLES, CollectionJob, SampleDone, Workplace
-from hetdpt.measurement.prices import Prices
+from hetdpt.results import Prices
 from hetdpt.selection.predictor.polynomial import FEWEST, Row
 from hetdpt.selection.predictor.rows import read_rows, samples_file
 from hetdpt.selection.predictor.samples import Chain, CollectConfig

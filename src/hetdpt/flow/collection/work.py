@@ -23,8 +23,9 @@ from hetdpt.data.sources import Data
 from hetdpt.export.saved import RECIPE, load, save
 from hetdpt.flow.collection.tree import DENSE, LETTERS, SampleNode, chain_of
 from hetdpt.measurement.accuracy import evaluate
-from hetdpt.measurement.prices import PRICES_FILE, Prices
+from hetdpt.measurement.prices import PRICES_FILE
 from hetdpt.measurement.speed import measure_throughput
+from hetdpt.results import Prices
 from hetdpt.selection.predictor.pricing import measure_prices
 from hetdpt.selection.predictor.rows import SAMPLES_FILE, write_rows
 from hetdpt.selection.predictor.samples import CHAINS, CollectConfig, EntropyPick, SampleStep, fine_tune, prune_next

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from math import inf
+from math import inf, isfinite
 from typing import Any
 
 from torch import nn
@@ -24,11 +24,11 @@ from hetdpt.flow.stages.task import Result, StageTask
 from hetdpt.measurement.accuracy import evaluate
 from hetdpt.measurement.costs import Costs
 from hetdpt.measurement.machine import Machine
-from hetdpt.measurement.prices import Price, Prices
 from hetdpt.reduce.tokens.reduce import reduce_tokens_
 from hetdpt.reduce.width.narrow import narrow_to
 from hetdpt.reduce.width.search import MOST
-from hetdpt.report.frontier import summary, values_of
+from hetdpt.report.frontier import summary
+from hetdpt.results import Price, Prices, Split
 from hetdpt.selection.predictor.allocate import allocate as split_budget
 from hetdpt.selection.predictor.allocate import frontier, surface
 from hetdpt.selection.predictor.polynomial import Predictor, Row, fit_predictor
@@ -142,7 +142,7 @@ def held_out(data: Data) -> tuple[Data, str]:
 def _sample(done: SampleDone) -> dict[str, Any]:
     step = done.step
     return {
-        **asdict(step.budget),
+        "budget": asdict(step.budget),
         "before": step.before,
         "accuracy": step.accuracy,
         "chain": done.node.chain,
@@ -155,12 +155,12 @@ def fit(task: StageTask) -> Result:
     """Return the predictor of accuracy by layers removed: its degree, its error, and what it predicts everywhere."""
     predictor = predictor_of(task)
     found = summary(predictor, ())
-    samples = [asdict(_budget(row, predictor)) | {"accuracy": row[2]} for row in _points(predictor)]
+    samples = [{"budget": asdict(_budget(row, predictor)), "accuracy": row[2]} for row in _points(predictor)]
     return {
         "blocks": predictor.blocks,
         **found["fit"],
         "samples": samples,
-        "surface": [values_of(split) for split in surface(predictor, prices_of(task.results["analyse"]))],
+        "surface": [_plain(split) for split in surface(predictor, prices_of(task.results["analyse"]))],
         "warnings": found["warnings"],
     }
 
@@ -185,9 +185,21 @@ def allocate(task: StageTask) -> Result:
     if config.plus:
         _require_room(best.budget, prices, config)
     task.note(f"{best} go: predicted {best.accuracy:.2f} %, wins {100 * best.share:.0f} % of bootstrap draws")
-    found = summary(predictor, frontier(predictor, prices), allocation, prices)
-    names = ("wanted", "budget", "table", "frontier", "warnings")
-    return {**{name: found[name] for name in names}, "share": best.share, "speedup": best.speedup}
+    return {
+        "wanted": allocation.wanted.conditions,
+        "budget": asdict(best.budget),
+        "share": best.share,
+        "speedup": best.speedup,
+        "table": [_plain(split) for split in allocation.table],
+        "frontier": [_plain(split) for split in frontier(predictor, prices)],
+        "warnings": list(allocation.warnings),
+    }
+
+
+def _plain(split: Split) -> dict[str, Any]:
+    """Return a split as plain JSON, which has no infinity."""
+    is_finite = split.speedup is not None and isfinite(split.speedup)
+    return asdict(split if is_finite else replace(split, speedup=None))
 
 
 def predictor_of(task: StageTask) -> Predictor:
@@ -199,7 +211,7 @@ def samples_of(task: StageTask) -> Sequence[Row]:
     if task.config.samples is not None:
         return read_samples(task.config.samples, survey_of(task.model).anatomy.blocks)
     values = task.results["collect"]["samples"]
-    return [Sample(Budget(row["attention"], row["activation"]), row["accuracy"]) for row in values]
+    return [Sample(Budget(**row["budget"]), row["accuracy"]) for row in values]
 
 
 def prices_of(analysis: Result) -> Prices:

@@ -114,4 +114,4 @@ def reduce(task: StageTask) -> Result:
     tokens = read_tokens(task.config.tokens)
     model = reduce_tokens_(load(task.work_of("merge") / FOLDER), tokens)
     save(model, task.directory / FOLDER, overwrite=True)
-    return asdict(tokens)
+    return {"tokens": asdict(tokens)}

@@ -13,8 +13,8 @@ from hetdpt.flow.comparison.compare import GIVEN
 from hetdpt.flow.config import RunConfig
 from hetdpt.flow.stages.budget import predictor_of, prices_of
 from hetdpt.flow.stages.task import Result, StageTask
-from hetdpt.report.results import GoalResult, Next
-from hetdpt.selection.predictor.allocate import Split, Wanted
+from hetdpt.results import GoalResult, NextBudget, Split
+from hetdpt.selection.predictor.allocate import Wanted
 from hetdpt.selection.predictor.allocate import allocate as split_budget
 from hetdpt.store.atomic import parse_json
 from hetdpt.store.stage_directory import SUMMARY, read_stages
@@ -72,7 +72,7 @@ class RunSummary:
         try:
             values = parse_json(file.read_text(encoding="utf-8"))
             goal = values["goal"]
-            further = Next(Budget(**goal["next"]["budget"])) if goal["next"] else None
+            further = NextBudget(Budget(**goal["next"]["budget"])) if goal["next"] else None
             known = {**values, "goal": GoalResult(**{**goal, "next": further}), "warnings": tuple(values["warnings"])}
             return cls(**known)
         except (OSError, ValueError, TypeError, KeyError) as error:
@@ -144,7 +144,7 @@ def _shortfall(name: str, wanted: float, reached: float) -> str:
     return f"at most {wanted:.4g} {name} were wanted and {reached:.4g} are left: missed by {by:.1f} %"
 
 
-def _next(task: StageTask, wanted: Wanted, reached: dict[str, float]) -> Next | None:
+def _next(task: StageTask, wanted: Wanted, reached: dict[str, float]) -> NextBudget | None:
     """Return the budget that would meet the goal if prices are as wrong there as they were here; None beyond reach."""
     prices = prices_of(task.results["analyse"])
     here = Budget(**task.results["allocate"]["budget"])
@@ -156,7 +156,7 @@ def _next(task: StageTask, wanted: Wanted, reached: dict[str, float]) -> Next | 
         best: Split = split_budget(predictor_of(task), prices=prices, **asked).best
     except PredictError:
         return None
-    return Next(best.budget) if best.budget != here else None
+    return NextBudget(best.budget) if best.budget != here else None
 
 
 def _warnings(results: dict[str, Result], config: RunConfig) -> Iterator[str]:

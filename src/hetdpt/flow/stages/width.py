@@ -26,8 +26,7 @@ from hetdpt.flow.stages.layers import FOLDER, plan_of
 from hetdpt.flow.stages.task import Result, StageTask
 from hetdpt.measurement.speed import measure_throughput
 from hetdpt.reduce.width.narrow import Narrowed, narrow_to
-from hetdpt.report.results import Candidate
-from hetdpt.selection.predictor.allocate import Split
+from hetdpt.results import Candidate, Split
 from hetdpt.selection.predictor.allocate import allocate as split_budget
 from hetdpt.selection.select import select as select_layers
 from hetdpt.store.config_diff import read_json
@@ -52,11 +51,11 @@ def balance(task: StageTask) -> Result:
     speedups = _speedups(task, splits)
     candidates = [Candidate(**one, speedup=speed) for one, speed in zip(tried, speedups, strict=True)]
     best, why = choose(candidates, len(held.val))
-    task.note(f"{best.attention} attention + {best.activation} activation go, then width: {why}")
+    task.note(f"{best.budget.attention} attention + {best.budget.activation} activation go, then width: {why}")
     return {
         "target": _target(task),
         "candidates": [asdict(candidate) for candidate in candidates],
-        "budget": {kind: getattr(best, kind) for kind in KINDS},
+        "budget": asdict(best.budget),
         "why": why,
         "measured_on": measured_on,
         "images": len(held.val),
@@ -68,8 +67,8 @@ def choose(candidates: Sequence[Candidate], images: int) -> tuple[Candidate, str
 
     What is within one standard error of the best cannot be told from it; what is 2 % faster is faster.
 
-    >>> row = {"attention": 0, "predicted": 0.0, "ratios": {}, "macs": 1.0, "params": 1.0, "start": 0.0}
-    >>> two = [Candidate(activation=n, accuracy=81.0 - n, speedup=1 + n, **row) for n in (0, 1)]
+    >>> row = {"predicted": 0.0, "ratios": {}, "macs": 1.0, "params": 1.0, "start": 0.0}
+    >>> two = [Candidate(budget=Budget(0, n), accuracy=81.0 - n, speedup=1 + n, **row) for n in (0, 1)]
     >>> choose(two, 1000)[1]  # doctest: +NORMALIZE_WHITESPACE
     'with 1 layer less it is faster, 2.00x to 1.00x, and as accurate as with 0 layers less, 80.00 to 81.00 %, within a
      standard error of 1.2 points'
@@ -153,7 +152,7 @@ def _try(task: StageTask, split: Split, held: Data) -> dict[str, Any]:
     summary = summary_of(folder / BRIEF)
     task.note(f"{split} and width: {summary['last']:.2f} %")
     scores = {"start": summary["start"], "accuracy": summary["last"], "predicted": split.accuracy}
-    return {**asdict(split.budget), **read_json(folder / START / FOUND), **scores}
+    return {"budget": split.budget, **read_json(folder / START / FOUND), **scores}
 
 
 def _speedups(task: StageTask, splits: Sequence[Split]) -> list[float]:

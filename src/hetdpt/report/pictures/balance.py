@@ -6,22 +6,22 @@ from markupsafe import Markup
 
 from hetdpt.core.format import counted, percent, split_text, times, widths
 from hetdpt.report.pictures.svg import circle, drawing, frame, mark, path, ring
-from hetdpt.report.results import Balance, Candidate
+from hetdpt.results import BalanceResult, Candidate
 
 HIGH = 240.0
 
 
-def accuracies(found: Balance, width: float) -> Markup:
+def accuracies(found: BalanceResult, width: float) -> Markup:
     """Return accuracy after the brief fine-tuning, by layers removed."""
     return _drawn(found, "accuracy", "accuracy, %", width)
 
 
-def speedups(found: Balance, width: float) -> Markup:
+def speedups(found: BalanceResult, width: float) -> Markup:
     """Return the measured speedup, by layers removed."""
     return _drawn(found, "speedup", "speedup, measured, ×", width)
 
 
-def _drawn(found: Balance, name: str, up: str, width: float) -> Markup:
+def _drawn(found: BalanceResult, name: str, up: str, width: float) -> Markup:
     tried = sorted(found.candidates, key=lambda one: one.layers)
     values = [getattr(one, name) for one in tried]
     plot = frame(width, HIGH, [one.layers for one in tried], values, "layers removed", up, is_whole=True)

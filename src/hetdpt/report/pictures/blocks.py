@@ -11,8 +11,8 @@ from markupsafe import Markup
 from hetdpt.core.format import number
 from hetdpt.core.plan import KINDS, Kind, Site
 from hetdpt.report.pictures.svg import NARROW_BELOW, cross, drawing, mark, rectangle, text
-from hetdpt.report.results import Pick
 from hetdpt.report.run import RunRecord
+from hetdpt.results import ChosenLayer
 
 Key = tuple[Kind, int]
 """A kind of layer, and its block."""
@@ -24,7 +24,7 @@ class Turn:
     """When a layer went, counted from 1, and why."""
 
     number: int
-    pick: Pick
+    pick: ChosenLayer
 
 
 def blocks(record: RunRecord, width: float) -> Markup:
@@ -95,14 +95,14 @@ def turns_of(record: RunRecord) -> dict[Key, Turn]:
     picked = {(pick.kind, pick.block): pick for pick in chosen.picks}
     planned: list[Key] = [(kind, block) for kind in KINDS for block in getattr(chosen.plan, kind)]
     ordered = [key for key in picked if key in planned] + [key for key in planned if key not in picked]
-    return {key: Turn(count, picked.get(key, Pick(*key))) for count, key in enumerate(ordered, 1)}
+    return {key: Turn(count, picked.get(key, ChosenLayer(*key))) for count, key in enumerate(ordered, 1)}
 
 
 def _label(record: RunRecord) -> str:
     chosen = record.results.select
     if chosen is None:
         return "blocks of the model, and the layers that can go"
-    if not chosen.plan.layers:
+    if not len(chosen.plan):
         return "blocks of the model; no layer is gone"
     gone = (f"{kind} of blocks {', '.join(map(str, getattr(chosen.plan, kind))) or 'none'}" for kind in KINDS)
     return f"blocks of the model; gone: {'; '.join(gone)}"

@@ -9,7 +9,7 @@ from markupsafe import Markup
 
 from hetdpt.core.format import number, percent
 from hetdpt.report.pictures.svg import Frame, circle, drawing, frame, line, mark, path, shape, tag, text
-from hetdpt.report.results import EpochResult, Recovery
+from hetdpt.results import EpochResult, RecoverResult
 
 SERIES = {"last": "as trained", "ema": "moving average"}
 """What is known of the accuracy of an epoch, and what to call it."""
@@ -17,7 +17,7 @@ MARKERS = {"last": "o", "ema": "s", "loss": "D"}
 HIGH = 240.0
 
 
-def accuracies(recovery: Recovery, dense: float | None, width: float) -> Markup:
+def accuracies(recovery: RecoverResult, dense: float | None, width: float) -> Markup:
     """Return accuracy by epoch, with the ``dense`` model as a level."""
     known = [value for name in SERIES for _, value in _points(recovery.epochs, name)]
     plot = _plot(recovery.epochs, known if dense is None else [*known, dense], "accuracy, %", width)
@@ -31,7 +31,7 @@ def accuracies(recovery: Recovery, dense: float | None, width: float) -> Markup:
     return drawing(width, plot.height, "accuracy by epoch of the fine-tuning", *parts)
 
 
-def losses(recovery: Recovery, width: float) -> Markup:
+def losses(recovery: RecoverResult, width: float) -> Markup:
     """Return training loss by epoch."""
     known = [value for _, value in _points(recovery.epochs, "loss")]
     plot = _plot(recovery.epochs, known, "training loss", width)

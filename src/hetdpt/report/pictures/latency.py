@@ -6,7 +6,7 @@ from markupsafe import Markup
 
 from hetdpt.core.format import milliseconds, percent
 from hetdpt.report.pictures.svg import LETTER, Scale, drawing, mark, rectangle, tag, text
-from hetdpt.report.results import Measured
+from hetdpt.results import MeasureResult
 
 KINDS = ("attention", "FFN linear", "activation", "norm", "other")
 """Kinds of layers that have a colour of their own."""
@@ -14,7 +14,7 @@ LEFT, RIGHT, HIGH, STEP = 62.0, 76.0, 44.0, 62.0
 Box = tuple[float, float, float, float]
 
 
-def breakdown(measured: Measured, width: float) -> Markup:
+def breakdown(measured: MeasureResult, width: float) -> Markup:
     """Return two bars, dense and pruned: the milliseconds of a batch by kind of layer."""
     sides = {name: measured.breakdown.get(name, {}) for name in ("dense", "pruned")}
     scale = Scale(0, max(sum(parts.values()) for parts in sides.values()) or 1.0, LEFT, width - RIGHT)

@@ -28,9 +28,9 @@ from hetdpt.report.pictures.svg import (
     tag,
     text,
 )
-from hetdpt.report.results import AccuracyResult, Analysis, Measured, MethodRow, Predicted, Taken
 from hetdpt.report.run import RunRecord
 from hetdpt.report.tables import compared, labels
+from hetdpt.results import AnalyseResult, CollectedSample, MeasureResult, MethodRow, Scores, Split
 
 BLACK = "#000000"  # which on a dark page is drawn in the colour of letters
 NAME, LINE = 90.0, 14.0  # room that the name of a run takes
@@ -44,7 +44,7 @@ Range = tuple[float | None, float | None]
 class _Places:
     """Where a budget lies along the bottom: by its predicted speedup or, where nothing is timed, by its layers."""
 
-    analysis: Analysis | None
+    analysis: AnalyseResult | None
 
     @property
     def is_timed(self) -> bool:
@@ -60,7 +60,7 @@ class _Places:
         speedup = prices.speedup(budget) if prices else None
         return float(budget.attention + budget.activation) if speedup is None else speedup
 
-    def far(self, samples: Sequence[Taken]) -> float:
+    def far(self, samples: Sequence[CollectedSample]) -> float:
         """Return how far from no layers removed the plot goes: beyond, the polynomial is a guess."""
         start, found = self(Budget(0, 0)), [self(one.budget) for one in samples]
         return start + REACH * (max((place for place in found if isfinite(place)), default=start) - start)
@@ -70,7 +70,7 @@ class _Places:
 class _Final:
     """The final model as a point: where it lies, and between what."""
 
-    measured: Measured
+    measured: MeasureResult
     x: float
     range: Range
 
@@ -81,7 +81,7 @@ class _Final:
             return None
         if is_timed:
             return cls(measured, measured.speedup.value, (measured.speedup.low, measured.speedup.high))
-        return cls(measured, float(chosen.plan.layers), (None, None))
+        return cls(measured, float(len(chosen.plan)), (None, None))
 
     @property
     def y(self) -> float:
@@ -97,7 +97,7 @@ def frontier(record: RunRecord, width: float) -> Markup:
     final, far = _Final.of(record, where.is_timed), max(where.far(fit.samples), where(allocation.budget))
     best = [one for one in allocation.frontier if where(one.budget) <= far]
     samples = [one for one in fit.samples if isfinite(where(one.budget))]
-    points = [(where(one.budget), one.predicted) for one in best]
+    points = [(where(one.budget), one.accuracy) for one in best]
     points += [(where(one.budget), one.accuracy) for one in samples]
     points += _heights(final.x, final.measured.pruned.accuracy) if final else []
     plot = _plot(width, points, where.label, where.is_timed)
@@ -105,7 +105,7 @@ def frontier(record: RunRecord, width: float) -> Markup:
     parts = [plot.axes(), *_best(best, where, plot), tag("g", *crosses, data_series="samples")]
     if (chosen := allocation.chosen) is not None and isfinite(where(chosen.budget)):
         x, hint = plot.x(where(chosen.budget)), f"chosen: {split_text(chosen.budget)}\n{_said(chosen)}"
-        parts.append(tag("g", mark(hint, ring(x, plot.y.clipped(chosen.predicted), 9)), data_series="chosen"))
+        parts.append(tag("g", mark(hint, ring(x, plot.y.clipped(chosen.accuracy), 9)), data_series="chosen"))
     if final:
         parts.append(tag("g", _final(final, plot), data_series="final"))
     label = "accuracy by speedup: best predicted splits, samples, the chosen split, and the final model as measured"
@@ -119,8 +119,8 @@ def _plot(width: float, points: Sequence[tuple[float, float]], across: str, is_t
     return frame(width, high, xs, ys, across, "accuracy, %", unit, is_whole=not is_timed)
 
 
-def _best(best: Sequence[Predicted], where: _Places, plot: Frame) -> Iterator[Markup]:
-    at = {one.budget: plot.at(where(one.budget), one.predicted) for one in best}
+def _best(best: Sequence[Split], where: _Places, plot: Frame) -> Iterator[Markup]:
+    at = {one.budget: plot.at(where(one.budget), one.accuracy) for one in best}
     # no band: neighbours may be a sample, which is known well, and a mixed split, which is not
     bars = [
         line(at[one.budget][0], plot.y.clipped(one.low), at[one.budget][0], plot.y.clipped(one.high), "interval")
@@ -141,13 +141,13 @@ def _best(best: Sequence[Predicted], where: _Places, plot: Frame) -> Iterator[Ma
     yield tag("g", *steps, *dots, data_series="best")
 
 
-def _said(one: Predicted) -> str:
-    lines = [f"predicted {percent(one.predicted)}", f"95 % interval {interval(one.low, one.high)}"]
+def _said(one: Split) -> str:
+    lines = [f"predicted {percent(one.accuracy)}", f"95 % interval {interval(one.low, one.high)}"]
     lines += [f"predicted speedup {times(one.speedup)}"] if one.speedup is not None else []
     return "\n".join(lines + ["beyond the samples: a guess"] * one.is_beyond)
 
 
-def _sample(one: Taken, at: tuple[float, float]) -> Markup:
+def _sample(one: CollectedSample, at: tuple[float, float]) -> Markup:
     hint = f"sample {split_text(one.budget)}\n{percent(one.accuracy)}"
     return mark(hint, circle(*at, 8, "grasp"), cross(*at, "sample"))
 
@@ -162,7 +162,7 @@ def _final(final: _Final, plot: Frame) -> Markup:
     return mark(hint, *_bars(plot, at, final.range, scores), shape("D", *at, 6.5, "ink"))
 
 
-def _bars(plot: Frame, at: tuple[float, float], speed: Range, scores: AccuracyResult | None) -> Iterator[Markup]:
+def _bars(plot: Frame, at: tuple[float, float], speed: Range, scores: Scores | None) -> Iterator[Markup]:
     """Give the 95 % intervals of a point, as a cross of lines."""
     low, high = speed
     if low is not None and high is not None:
@@ -171,7 +171,7 @@ def _bars(plot: Frame, at: tuple[float, float], speed: Range, scores: AccuracyRe
         yield line(at[0], plot.y.clipped(scores.low), at[0], plot.y.clipped(scores.high), "span")
 
 
-def _heights(x: float, scores: AccuracyResult) -> list[tuple[float, float]]:
+def _heights(x: float, scores: Scores) -> list[tuple[float, float]]:
     """Return what has to be in a plot that shows an accuracy at ``x``: its interval, lest little look like much."""
     return [(x, scores.low), (x, scores.high)]
 
@@ -230,7 +230,7 @@ def runs(records: Sequence[RunRecord], width: float) -> Markup:
     return drawing(width, plot.height, "accuracy by measured speedup, a point for each run", plot.axes(), *parts)
 
 
-def _run(name: str, method: str, one: Measured, plot: Frame, height: float) -> Markup:
+def _run(name: str, method: str, one: MeasureResult, plot: Frame, height: float) -> Markup:
     """Return a run: a line from its dense model, its point, and its name at ``height``."""
     dense, pruned, speed = one.dense.accuracy, one.pruned.accuracy, one.speedup
     start, end = plot.at(1.0, dense.top1), plot.at(speed.value, pruned.top1)

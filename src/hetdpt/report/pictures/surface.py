@@ -11,8 +11,8 @@ from markupsafe import Markup
 from hetdpt.core.format import interval, percent, times
 from hetdpt.core.plan import Budget
 from hetdpt.report.pictures.svg import Scale, cross, drawing, mark, rectangle, ring, text
-from hetdpt.report.results import FitResult, Predicted, Results
 from hetdpt.report.run import RunRecord
+from hetdpt.results import FitResult, Results, Split
 
 LEFT, TOP, BELOW = 40.0, 26.0, 92.0  # room for numbers and words around the cells
 MOST = 56.0  # the widest cell
@@ -48,8 +48,8 @@ def surface(record: RunRecord, width: float) -> Markup:
     """Return predicted accuracy by layers removed, with samples, the chosen split and those it is tied with."""
     fit, budget = record.results.fit, record.results.budget
     assert fit is not None
-    across = 1 + max(cell.attention for cell in fit.surface)
-    up = 1 + max(cell.activation for cell in fit.surface)
+    across = 1 + max(cell.budget.attention for cell in fit.surface)
+    up = 1 + max(cell.budget.activation for cell in fit.surface)
     grid = _Grid(across, up, min((width - LEFT - 2) / max(across, up), MOST))
     tint = _tint(fit)
     parts = [_cell(one, grid, tint, record.results) for one in fit.surface]
@@ -67,27 +67,27 @@ def surface(record: RunRecord, width: float) -> Markup:
 
 def _tint(fit: FitResult) -> Scale:
     """Return how strongly an accuracy is coloured; what is extrapolated does not stretch the scale."""
-    values = [cell.predicted for cell in fit.surface if not cell.is_beyond] + [one.accuracy for one in fit.samples]
+    values = [cell.accuracy for cell in fit.surface if not cell.is_beyond] + [one.accuracy for one in fit.samples]
     low, high = min(values), max(values)
     return Scale(low, high if high > low else low + 1, FAINT, FULL)
 
 
-def _tied_of(results: Results) -> tuple[Predicted, ...]:
+def _tied_of(results: Results) -> tuple[Split, ...]:
     return results.allocate.tied if results.allocate else ()
 
 
-def _cell(one: Predicted, grid: _Grid, tint: Scale, results: Results) -> Markup:
+def _cell(one: Split, grid: _Grid, tint: Scale, results: Results) -> Markup:
     x, y = grid.corner(one.budget)
     size = grid.cell - min(1.5, grid.cell / 10)
-    parts = [rectangle(x, y, size, size, "heat", fill_opacity=tint.clipped(one.predicted))]
+    parts = [rectangle(x, y, size, size, "heat", fill_opacity=tint.clipped(one.accuracy))]
     if one.is_beyond:
         parts.append(rectangle(x, y, size, size, "hatched"))
     return mark("\n".join(_lines(one, results)), *parts)
 
 
-def _lines(one: Predicted, results: Results) -> Iterator[str]:
-    yield f"{one.attention} attention + {one.activation} activation removed"
-    yield f"predicted {percent(one.predicted)}"
+def _lines(one: Split, results: Results) -> Iterator[str]:
+    yield f"{one} removed"
+    yield f"predicted {percent(one.accuracy)}"
     yield f"95 % interval {interval(one.low, one.high)}"
     if one.speedup is not None:
         yield f"predicted speedup {times(one.speedup)}"
@@ -102,7 +102,7 @@ def _lines(one: Predicted, results: Results) -> Iterator[str]:
         yield "the best cannot be told from it"
 
 
-def _tied(row: Predicted, grid: _Grid) -> Markup:
+def _tied(row: Split, grid: _Grid) -> Markup:
     x, y = grid.corner(row.budget)
     return rectangle(x + 2, y + 2, grid.cell - 5.5, grid.cell - 5.5, "tied", rx=2)
 

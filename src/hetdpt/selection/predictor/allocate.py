@@ -17,7 +17,7 @@ from scipy.spatial import Delaunay
 
 from hetdpt.core.errors import PredictError
 from hetdpt.core.plan import Budget, Sample
-from hetdpt.measurement.prices import Prices
+from hetdpt.results import Prices, Split
 from hetdpt.selection.predictor.polynomial import Predictor
 
 DRAWS = 2000
@@ -70,35 +70,6 @@ class Wanted:
 
 def _is_count(value: object) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool)  # numpy's integers too
-
-
-@dataclass(frozen=True)
-class Split:
-    """A number of layers of each kind, and what is predicted without them."""
-
-    budget: Budget
-    accuracy: float
-    low: float
-    """The accuracy lies between ``low`` and ``high`` with a chance of 95 %, if the polynomial is right."""
-    high: float
-    is_beyond: bool
-    """Whether its accuracy is extrapolated: it lies outside of the samples, or where they decide less than at any."""
-    share: float = 0.0
-    """Part of the bootstrap draws in which it is the best of its table."""
-    is_tied: bool = False
-    """Whether the best cannot be told from it: the interval of the difference holds 0."""
-    macs: float | None = None
-    params: float | None = None
-    speedup: float | None = None
-    measured: float | None = None
-    """The accuracy in percent that a longer run came to; None where there was none."""
-
-    @property
-    def layers(self) -> int:
-        return self.budget.attention + self.budget.activation
-
-    def __str__(self) -> str:
-        return f"{self.budget.attention} attention + {self.budget.activation} activation"
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from torch import nn
 
 from hetdpt.core.plan import KINDS, Site
 from hetdpt.measurement.costs import Costs
-from hetdpt.measurement.prices import Price, Prices
 from hetdpt.measurement.speed import latency_table
+from hetdpt.results import Price, Prices
 from hetdpt.selection.predictor.allocate import Allocation, allocate
 from hetdpt.selection.predictor.polynomial import Row, fit_predictor
 from hetdpt.surgery.merge import merge_

@@ -1,0 +1,588 @@
+"""The values that stages of a run return, and that the summary and the report read; one JSON round trip for all.
+
+Each is a frozen dataclass of plain values, named after its stage. No torch here, and nothing is computed or drawn.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from math import inf, isfinite
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
+
+from hetdpt.core.errors import FileError, HetDPTError, PredictError, first_line
+from hetdpt.core.format import estimate, times
+from hetdpt.core.plan import KINDS, Budget, Kind, Plan, Site
+from hetdpt.core.tokens import Tokens
+from hetdpt.store.atomic import CHECKSUM, parse_json, sealed
+
+T = TypeVar("T")
+OLDER = "was written by an older version of hetdpt; start a new run directory or use the version that made it"
+
+
+def to_json(value: Any) -> Any:
+    """Return a dataclass as plain JSON.
+
+    >>> to_json(Ratio(1.5, 1.4, 1.6))
+    {'value': 1.5, 'low': 1.4, 'high': 1.6}
+    """
+    return json.loads(json.dumps(asdict(value)))  # tuples become lists, as they will be when read
+
+
+def from_json(kind: type[T], values: Any, file: Path) -> T:
+    """Return the value of type ``kind`` that ``to_json`` wrote; ``FileError`` where ``values`` are something else.
+
+    Keys that ``kind`` does not have are ignored. ``file`` is where ``values`` were read.
+
+    >>> from_json(Ratio, {"value": 1.5, "low": 1.4, "high": 1.6}, Path("stage.json"))
+    Ratio(value=1.5, low=1.4, high=1.6)
+    """
+    try:
+        found: T = TypeAdapter(kind).validate_python(values)
+        return found
+    except ValidationError as error:
+        first = error.errors()[0]
+        why = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+    except HetDPTError as error:
+        why = first_line(error)
+    raise FileError(f"{file} {OLDER} ({why})")
+
+
+# Values that several stages share
+
+
+@dataclass(frozen=True)
+class Price:
+    """The cost of a model, or the part of it that removing one layer saves."""
+
+    macs: float
+    params: float
+    ms: float | None = None
+    """Milliseconds of a batch; None if not measured."""
+
+
+@dataclass(frozen=True)
+class Prices:
+    """The cost of the dense model, and what removing each of its layers saves, one at a time.
+
+    A split says how many layers of a kind are removed, not which. So a layer counts as the mean of its kind: exact
+    where all blocks are alike, as in a ViT; an expectation where stages differ, as in Swin.
+
+    >>> prices = Prices(Price(10, 10, 8.0), (Price(2, 1, 1.0),) * 4, (Price(1, 1, 0.5),) * 4)
+    >>> prices.of(Budget(2, 4)), prices.speedup(Budget(2, 4))
+    (Price(macs=2.0, params=4.0, ms=4.0), 2.0)
+    """
+
+    dense: Price
+    attention: tuple[Price, ...]
+    activation: tuple[Price, ...]
+    measured: str = ""
+    """On which device, in which dtype and batch the milliseconds were measured."""
+
+    def of(self, budget: Budget) -> Price:
+        """Return the cost of the model without the layers of ``budget``."""
+        ms = None
+        if self.dense.ms is not None:
+            ms = self.dense.ms - self._saved(budget, "ms")
+        macs, params = self.dense.macs - self._saved(budget, "macs"), self.dense.params - self._saved(budget, "params")
+        return Price(macs, params, ms)
+
+    def speedup(self, budget: Budget) -> float | None:
+        """Return the speedup without these layers, by the time of each layer; None if times were not measured."""
+        left = self.of(budget).ms
+        if left is None or self.dense.ms is None:
+            return None
+        return self.dense.ms / left if left > 0 else inf
+
+    def count(self, kind: Kind) -> int:
+        """Return the number of removable layers of that kind."""
+        return len(self._of_kind(kind))
+
+    def _saved(self, budget: Budget, what: str) -> float:
+        total = 0.0
+        for kind, count in zip(KINDS, (budget.attention, budget.activation), strict=True):
+            if count:
+                values = [getattr(price, what) for price in self._of_kind(kind)]
+                total += count * sum(values) / len(values)
+        return total
+
+    def _of_kind(self, kind: Kind) -> tuple[Price, ...]:
+        return self.attention if kind == "attention" else self.activation
+
+    def to_json(self) -> str:
+        return json.dumps(sealed(asdict(self)), indent=1)
+
+    @classmethod
+    def from_json(cls, text: str, name: str = "the prices") -> Prices:
+        """Return the prices written in ``text``; ``PredictError`` if it holds none, or does not match its checksum."""
+        try:
+            values: dict[str, Any] = parse_json(text)
+            seal = values.pop(CHECKSUM, None) if isinstance(values, dict) else None  # those written by hand have none
+            if seal is not None and seal != sealed(values)[CHECKSUM]:
+                raise ValueError("they are not what was written; without the checksum they are taken as they are")
+            kinds = {kind: tuple(_price(price) for price in values[kind]) for kind in KINDS}
+            found = cls(_price(values["dense"]), **kinds, measured=str(values["measured"]))
+            if min(found.dense.macs, found.dense.params, 1 if found.dense.ms is None else found.dense.ms) <= 0:
+                raise ValueError("the dense model costs nothing")
+            if len({price.ms is None for price in (found.dense, *found.attention, *found.activation)}) > 1:
+                raise ValueError("some have a time and some have none")
+            return found
+        except (ValueError, TypeError, KeyError) as error:
+            raise PredictError(f"{name} cannot be read ({error}); measure them again with --model") from None
+
+
+def _price(values: Any) -> Price:
+    price = Price(**values)
+    numbers = price.macs, price.params, 0.0 if price.ms is None else price.ms
+    if not all(type(number) in (int, float) and isfinite(number) for number in numbers):
+        raise ValueError(f"{values} are no numbers")
+    return price
+
+
+@dataclass(frozen=True)
+class Scores:
+    """The accuracy of a model on some images, in percent."""
+
+    top1: float
+    top5: float
+    loss: float
+    """Mean cross-entropy."""
+    count: int
+    """Images that were read and counted, each once."""
+    low: float
+    """Lower end of the 95 % interval (Wilson) of ``top1``."""
+    high: float
+    """Its upper end."""
+    unreadable: tuple[str, ...] = ()
+    """Files that could not be read and were not counted."""
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """How many times faster, with the interval that holds 95 % of the bootstrap medians."""
+
+    value: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return estimate(times(self.value, 3, "x"), self.low, self.high, 3)
+
+
+@dataclass(frozen=True)
+class Split:
+    """A number of layers of each kind, and the predictions for the model without them."""
+
+    budget: Budget
+    accuracy: float
+    """Predicted, in percent."""
+    low: float
+    """The accuracy is between ``low`` and ``high`` with a chance of 95 %, if the polynomial is right."""
+    high: float
+    is_beyond: bool
+    """Whether it is extrapolated: it is outside of the samples, or where they decide less than at any of them."""
+    share: float = 0.0
+    """Part of the bootstrap draws in which it is the best of its table."""
+    is_tied: bool = False
+    """Whether it cannot be told from the best: the interval of the difference contains 0."""
+    macs: float | None = None
+    params: float | None = None
+    speedup: float | None = None
+    measured: float | None = None
+    """The accuracy in percent after a longer fine-tuning; None if it had none."""
+
+    @property
+    def layers(self) -> int:
+        return self.budget.attention + self.budget.activation
+
+    def __str__(self) -> str:
+        return f"{self.budget.attention} attention + {self.budget.activation} activation"
+
+
+# The stages, in their order
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnalyseResult:
+    """The dense model, and the machine it was measured on."""
+
+    model: str
+    device: str
+    processor: str
+    threads: int
+    dtype: str
+    blocks: int
+    input_size: tuple[int, int, int]
+    classes: int
+    sites: tuple[Site, ...]
+    """The layers that can be removed."""
+    accuracy: Scores
+    params: int
+    macs: int
+    prices: Prices
+
+
+@dataclass(frozen=True)
+class SampledLayer:
+    """A layer removed for a sample, and its transfer entropy at that time."""
+
+    kind: Kind
+    block: int
+    te: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollectedSample:
+    """The accuracy without so many layers of each kind, after a brief fine-tuning."""
+
+    budget: Budget
+    accuracy: float
+    before: float | None = None
+    """The accuracy before that fine-tuning."""
+    chain: str = ""
+    layers: tuple[SampledLayer, ...] = ()
+    """Those removed last."""
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class CollectResult:
+    """Samples of accuracy."""
+
+    samples: tuple[CollectedSample, ...]
+    measured_on: str
+    """Which images."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitResult:
+    """The accuracy predictor MAP (paper, Algorithm 2): a polynomial fitted to the samples."""
+
+    blocks: int
+    degree: int
+    mae: float
+    """Of samples left out, two at a time."""
+    rmse: float
+    explained: float
+    formula: str
+    coefficients: dict[str, float]
+    pruned_formula: str
+    """By parts removed instead of parts kept."""
+    pruned_coefficients: dict[str, float]
+    tried: tuple[dict[str, Any], ...]
+    """The error of each degree."""
+    samples: tuple[CollectedSample, ...]
+    surface: tuple[Split, ...]
+    """Predictions for every split."""
+    warnings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class AllocateResult:
+    """How many layers of each kind are removed, and which other splits would have met the goal."""
+
+    wanted: dict[str, float]
+    budget: Budget
+    share: float
+    speedup: float | None
+    table: tuple[Split, ...]
+    frontier: tuple[Split, ...]
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def chosen(self) -> Split | None:
+        """The row of the table that was chosen."""
+        return next((row for row in self.table if row.budget == self.budget), None)
+
+    @property
+    def tied(self) -> tuple[Split, ...]:
+        """The other rows of the table that the best cannot be told from."""
+        return tuple(row for row in self.table if row.is_tied and row.budget != self.budget)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """So many layers of each kind removed, and width for the rest of the goal, after a brief fine-tuning."""
+
+    budget: Budget
+    predicted: float
+    """The accuracy without these layers and with all its width."""
+    ratios: dict[str, float]
+    """Which part of each size is removed."""
+    macs: float
+    params: float
+    start: float
+    """The accuracy before fine-tuning."""
+    accuracy: float
+    speedup: float
+
+    @property
+    def layers(self) -> int:
+        return self.budget.attention + self.budget.activation
+
+
+@dataclass(frozen=True, kw_only=True)
+class BalanceResult:
+    """How much of the goal is met by removing layers, and how much by removing width."""
+
+    target: dict[str, float]
+    candidates: tuple[Candidate, ...]
+    budget: Budget
+    why: str
+    measured_on: str
+    images: int
+
+    @property
+    def chosen(self) -> int:
+        """The index of the chosen candidate."""
+        return [one.budget for one in self.candidates].index(self.budget)
+
+
+@dataclass(frozen=True)
+class ChosenLayer:
+    """A layer to remove; the method chose those of lower scores first."""
+
+    kind: Kind
+    block: int
+    score: float | None = None
+
+
+@dataclass(frozen=True)
+class SelectResult:
+    """Which layers are removed."""
+
+    method: str
+    plan: Plan
+    picks: tuple[ChosenLayer, ...] = ()
+    """In the order in which they were chosen."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NarrowResult:
+    """Which part of each size is removed after the layers; costs are those of the merged model."""
+
+    target: dict[str, float]
+    ratios: dict[str, float]
+    macs: float
+    params: float
+    tried: int
+    speedup: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpochResult:
+    """One epoch of the fine-tuning, accuracies in percent; number 0 is before training."""
+
+    number: int
+    epochs: int
+    loss: float | None = None
+    last: float | None = None
+    """Of the weights after this epoch."""
+    best: float | None = None
+    """The highest ``last`` so far."""
+    ema: float | None = None
+    """Of the moving average of the weights."""
+    lr: float | None = None
+    seconds: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecoverResult:
+    """The fine-tuning, epoch by epoch."""
+
+    epochs: tuple[EpochResult, ...]
+    start: float
+    """Accuracy in percent before it, as those below."""
+    last: float
+    best: float
+    ema: float | None
+    best_epoch: int
+    seconds: float
+    images_per_second: float
+    unreadable: tuple[str, ...] = ()
+    """Files that could not be read."""
+
+
+@dataclass(frozen=True)
+class MergeResult:
+    """How many pairs of linear layers became one, and by how much that changed the outputs."""
+
+    merged: int
+    difference: float
+    plan: Plan = field(default_factory=Plan)
+
+
+@dataclass(frozen=True)
+class ReduceResult:
+    """How the blocks of the merged model reduce tokens."""
+
+    tokens: Tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFigures:
+    """What was measured of one model."""
+
+    accuracy: Scores
+    params: int
+    macs: int
+    ms: float
+    """Of one batch."""
+    throughput: float
+    """Images per second."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasureResult:
+    """The dense and the pruned model, timed in turns on one machine."""
+
+    dense: ModelFigures
+    pruned: ModelFigures
+    speedup: Ratio
+    device: str
+    processor: str
+    threads: int
+    dtype: str
+    batch: int
+    breakdown: dict[str, dict[str, float]] = field(default_factory=dict)
+    """Milliseconds of a batch by kind of layer, of ``dense`` and ``pruned``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveResult:
+    """Where the model is that the user ships, relative to the run directory."""
+
+    model: str
+    exports: dict[str, float] = field(default_factory=dict)
+    """Files for other runtimes, each with the largest difference between its outputs and those of PyTorch."""
+    bytes: int = 0
+    files: dict[str, str | None] = field(default_factory=dict)
+    """What was written to the run directory: a checksum, or None for a folder."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MethodRow:
+    """Another method with as many layers and the same fine-tuning."""
+
+    method: str
+    accuracy: float
+    plan: Plan | None = None
+    start: float | None = None
+    """The accuracy before fine-tuning."""
+    params: int | None = None
+    macs: int | None = None
+    ms: float | None = None
+    speedup: float | None = None
+    low: float | None = None
+    high: float | None = None
+    note: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompareResult:
+    """The other methods that were asked for."""
+
+    rows: tuple[MethodRow, ...]
+    images: int
+    measured: str = ""
+    """On which device, in which dtype and batch."""
+    warnings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class ReportResult:
+    """The reports in the run directory, with their checksums."""
+
+    files: dict[str, str | None]
+
+
+@dataclass(frozen=True)
+class Results:
+    """The result of each stage by its name; None if it is not done, or not part of the run."""
+
+    analyse: AnalyseResult | None = None
+    collect: CollectResult | None = None
+    fit: FitResult | None = None
+    allocate: AllocateResult | None = None
+    balance: BalanceResult | None = None
+    select: SelectResult | None = None
+    narrow: NarrowResult | None = None
+    recover: RecoverResult | None = None
+    merge: MergeResult | None = None
+    reduce: ReduceResult | None = None
+    measure: MeasureResult | None = None
+    save: SaveResult | None = None
+    compare: CompareResult | None = None
+
+    @property
+    def budget(self) -> Budget | None:
+        """How many layers of each kind are removed by the predictor, alone or with trials; None without a predictor."""
+        found = self.allocate or self.balance
+        return found.budget if found else None
+
+
+# The whole run
+
+
+@dataclass(frozen=True)
+class NextBudget:
+    """A budget to try where the goal was missed."""
+
+    budget: Budget
+
+
+@dataclass(frozen=True)
+class GoalResult:
+    """The goal of a run, and whether the measured model meets it."""
+
+    wanted: dict[str, Any]
+    is_met: bool
+    text: str
+    next: NextBudget | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSummary:
+    """The outcome of a run, as in ``summary.json``; accuracies in percent of the validation images."""
+
+    dense_accuracy: float
+    pruned_accuracy: float
+    speedup: float
+    """Measured, dense and pruned in turns."""
+    speedup_low: float
+    """Lower end of its 95 % interval over rounds."""
+    speedup_high: float
+    macs: int
+    params: int
+    dense_macs: int
+    dense_params: int
+    ms: float
+    """Of one batch."""
+    dense_ms: float
+    plan: Plan
+    budget: Budget
+    ratios: dict[str, float] | None
+    """Which part of each size was removed; None if width was left alone."""
+    tokens: str | None
+    """How tokens are reduced; None if they are not."""
+    method: str
+    device: str
+    processor: str
+    threads: int
+    dtype: str
+    batch: int
+    images: int
+    """Number of validation images."""
+    goal: GoalResult
+    warnings: tuple[str, ...]
+    seconds: float
+    """Of all stages."""
+    model: str
+    data: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as plain JSON."""
+        return asdict(self)
