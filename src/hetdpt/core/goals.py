@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from hetdpt.core.errors import PredictError
 
-UNITS = {"G": 1e9, "M": 1e6, "K": 1e3}
+UNITS = {"G": 1e9, "M": 1e6, "k": 1e3}
 NUMBER = re.compile(r"(\d+\.?\d*|\.\d+)(e[+-]?\d+)?\s*([kmg%]?)", re.IGNORECASE)
 
 
@@ -109,6 +109,11 @@ class Goal:
         return self.measure or self.name
 
     @property
+    def is_for_width(self) -> bool:
+        """Whether a model can meet it by losing width."""
+        return self.direction != "exactly"
+
+    @property
     def sign(self) -> str:
         return {"exactly": "=", "at least": ">=", "at most": "<="}[self.direction]
 
@@ -135,10 +140,10 @@ class Goal:
         found = NUMBER.fullmatch(text.strip())
         if found is None or (found[3] and not self.is_cost):
             return None
-        number, unit = float(found[1] + (found[2] or "")), found[3].upper()
+        number, unit = float(found[1] + (found[2] or "")), found[3].lower()
         if unit == "%":
             return Amount(number, is_share=True)
-        scaled = number * UNITS.get(unit, 1.0)
+        scaled = number * {name.lower(): size for name, size in UNITS.items()}.get(unit, 1.0)
         return Amount(int(scaled) if self.is_count and scaled.is_integer() else scaled)
 
     def _accepts(self, amount: Amount) -> bool:

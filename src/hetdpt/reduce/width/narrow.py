@@ -5,11 +5,11 @@ What goes is decided by isomorphic ranking (Fang et al., 2024): like is compared
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from math import inf
 from operator import length_hint
+from sys import float_info
 from typing import Any, get_args
 
 import torch
@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from hetdpt.adapters.heads import logits_of
 from hetdpt.core.errors import DataError, ModelError, PlanError, first_line
+from hetdpt.core.goals import GOALS, Goal
 from hetdpt.core.modules import checked, clone, evaluating, memory_advice
 from hetdpt.core.plan import Plan
 from hetdpt.measurement.costs import Costs
@@ -124,19 +125,18 @@ def narrow_to(
     model: nn.Module,
     *,
     ratio: float | None = None,
-    macs: float | None = None,
-    params: float | None = None,
-    speedup: float | None = None,
     config: WidthConfig | None = None,
     batches: Batches = (),
     dense: nn.Module | None = None,
     batch: int | None = None,
     input_size: InputSize | None = None,
     progress: Progress | None = None,
+    **goal: float | None,
 ) -> Narrowed:
-    """Return a narrowed copy of ``model`` that meets one target within 2 %, or takes ``ratio`` times the shares.
+    """Return a narrowed copy of ``model`` that meets one goal within 2 %, or takes ``ratio`` times the shares.
 
-    It has no more MACs or parameters, and is no slower, than that, where this can be had within 2 % as well.
+    The goal is one of ``macs``, ``params`` and ``speedup`` (``core.goals.GOALS``). It is met, and not only nearly met,
+    where that is possible within 2 % as well.
     ``macs`` and ``params`` are those of the copy once it is merged, ``speedup`` is measured against ``dense``, the
     given model by default, the two taking turns on a ``batch`` of images (by default 256 on a GPU, 8 on a CPU). One
     number is searched for, all sizes following by ``config.shares``; where that is too coarse, hidden features make up
@@ -144,23 +144,29 @@ def narrow_to(
     from all sizes that can go, half as much from the dimensions of heads. ``input_size`` is as in ``narrow_``.
     """
     config = config or WidthConfig()
-    targets = {"ratio": ratio, "macs": macs, "params": params, "speedup": speedup}
-    given = {name: value for name, value in targets.items() if value is not None}
-    if len(given) != 1:
-        raise PlanError(f"give exactly one of ratio, macs, params and speedup, not {', '.join(given) or 'none'}")
-    [(name, target)] = given.items()
-    if not 0 < target <= (1 if name == "ratio" else inf):
-        raise PlanError(f"{name} must be above 0{' and at most 1' if name == 'ratio' else ''}, not {target}")
+    row, target = _target(ratio, goal)
     shares = Ratios(*config.shares) if config.shares else None
     seen = WidthSurvey.of(model, config, batches, shares or RUNGS[-1], input_size, progress).in_steps()
-    search = RatioSearch(model, seen, name, target, Timing(dense or model, batch), progress)
-    if name == "ratio":
+    search = RatioSearch(model, seen, row, target, Timing(dense or model, batch), progress)
+    if row is None:
         best = search.look((shares or seen.rungs[-1]).times(target))
     else:
         best = search.find(shares) if shares else search.find_gently()
     kept = seen.choose(best.ratios)
     narrowed = seen.apply_(deepcopy(model), kept)
     return Narrowed(narrowed, gone(seen.parts, kept), best.macs, best.params, best.speedup, search.count)
+
+
+def _target(ratio: float | None, goal: Mapping[str, float | None]) -> tuple[Goal | None, float]:
+    """Return the goal and its value, or None and the ratio; ``PlanError`` unless exactly one is given."""
+    rows = {"ratio": None, **{name: row for name, row in GOALS.items() if row.is_for_width}}
+    given = {name: value for name, value in {"ratio": ratio, **goal}.items() if value is not None}
+    if len(given) != 1 or not given.keys() <= rows.keys():
+        raise PlanError(f"expected exactly one of {', '.join(rows)}, got {', '.join(given) or 'none'}")
+    [(name, value)] = given.items()
+    if not 0 < value <= (1 if name == "ratio" else float_info.max):
+        raise PlanError(f"{name} is {value}; expected a number above 0{' and at most 1' if name == 'ratio' else ''}")
+    return rows[name], value
 
 
 @dataclass(frozen=True)

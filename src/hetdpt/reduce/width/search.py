@@ -1,4 +1,4 @@
-"""The search for how much width goes until a target is met: sizes are tried on a model without values, or timed."""
+"""The search for the width that meets a goal: sizes are tried on a model without values, or timed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from hetdpt.core.errors import PlanError
-from hetdpt.core.goals import short
+from hetdpt.core.goals import Goal, Measures, short
 from hetdpt.core.modules import clone
 from hetdpt.measurement.speed import measure_throughput
 from hetdpt.reduce.width.choice import Kept, Ratios
@@ -36,8 +36,14 @@ class Tried:
     ratios: Ratios
     macs: int
     params: int
+    ms: float | None = None
+    """Measured milliseconds of a batch; None where they are not needed."""
     speedup: float | None = None
-    """Measured; None where nobody has."""
+    """Measured, likewise."""
+
+    @property
+    def measures(self) -> Measures:
+        return Measures(macs=self.macs, params=self.params, ms=self.ms, speedup=self.speedup)
 
 
 @dataclass(frozen=True)
@@ -52,9 +58,15 @@ class RatioSearch:
     """Looks for the ratios that meet a target; remembers all it has tried."""
 
     def __init__(
-        self, model: nn.Module, seen: WidthSurvey, name: str, target: float, timing: Timing, progress: Progress | None
+        self,
+        model: nn.Module,
+        seen: WidthSurvey,
+        goal: Goal | None,
+        target: float,
+        timing: Timing,
+        progress: Progress | None,
     ) -> None:
-        self.model, self.seen, self.name, self.target, self.timing = model, seen, name, target, timing
+        self.model, self.seen, self.goal, self.target, self.timing = model, seen, goal, target, timing
         self.progress = progress
         self._found: dict[Any, Tried] = {}
         """By the sizes that were left."""
@@ -65,13 +77,15 @@ class RatioSearch:
         if (known_one := self._found.get(kept.sizes)) is not None:
             return known_one
         costs = self.seen.costs(self.model, kept)
-        found = Tried(ratios, costs.macs, costs.params, self._speedup(kept) if self.name == "speedup" else None)
+        timed = self._time(kept) if self.goal is not None and self.goal.is_timed else ()
+        found = Tried(ratios, costs.macs, costs.params, *timed)
         self._found[kept.sizes] = found
         if self.progress:
             self.progress("searching", len(self._found), 0)
         return found
 
-    def _speedup(self, kept: Kept) -> float:
+    def _time(self, kept: Kept) -> tuple[float, float]:
+        """Return the milliseconds of a batch and the speedup."""
         narrow = merge_(self.seen.shrink_(clone(self.model), kept))
         found = measure_throughput(
             {"dense": self.timing.dense, "narrow": narrow},
@@ -81,7 +95,8 @@ class RatioSearch:
             warmup=2,
             seconds=SECONDS,
         )
-        return found.speedup["narrow"].value
+        rate = found.throughput["narrow"]
+        return 1e3 * rate.batch / rate.value, found.speedup["narrow"].value
 
     def find_gently(self) -> Tried:
         """Return the try nearest to the target on the first rung that reaches it."""
@@ -95,10 +110,9 @@ class RatioSearch:
         """Return the try nearest to the target; ``PlanError`` if it is not near enough."""
         whole = self.look(Ratios())
         if self.excess(whole) < -TOLERANCE:
-            other = "a larger one" if self.name == "speedup" else "fewer"
             raise PlanError(
-                f"the model has {self.spell(whole)} as it is, so that {self._wish} is met with nothing gone; "
-                f"ask for {other}"
+                f"the model already has {self._show(whole)}, which meets the goal {self._wish}; nothing is to be "
+                "removed, so set a harder goal"
             )
         most = MOST / max(shares.by_name.values())
         self._halve(lambda part: shares.times(part), most)
@@ -107,14 +121,14 @@ class RatioSearch:
             self._halve(lambda part: replace(ratios, hidden=part), MOST)
         if abs(self.excess(self.best)) > TOLERANCE:
             raise PlanError(
-                f"{self._wish} cannot be met within {100 * TOLERANCE:.0f} %; the nearest is {self.spell(self.best)}; "
-                "ask for that, or change the shares or what sizes are rounded to"
+                f"the goal {self._wish} cannot be met within {100 * TOLERANCE:.0f} %; the nearest is "
+                f"{self._show(self.best)}; use that, or change the shares or what sizes are rounded to"
             )
         return self.best
 
     def _halve(self, ratios: Callable[[float], Ratios], high: float) -> None:
         """Halve the range from 0 to ``high`` until the target is near, or the range is nothing."""
-        low, steps = 0.0, 8 if self.name == "speedup" else 16
+        low, steps = 0.0, 8 if self._needed_goal.is_timed else 16
         if self.excess(self.look(ratios(high))) > 0:
             return
         for _ in range(steps):
@@ -140,16 +154,22 @@ class RatioSearch:
         )
 
     def excess(self, tried: Tried) -> float:
-        """Return by which part of the target a try has too much; below 0 too much is gone."""
-        if tried.speedup is not None:
-            return self.target / tried.speedup - 1
-        return float(getattr(tried, self.name)) / self.target - 1
+        """Return the part by which a try misses the target; below 0 more was removed than needed."""
+        return self._needed_goal.excess(self._reached(tried), self.target)
+
+    def _reached(self, tried: Tried) -> float:
+        value = self._needed_goal.reached(tried.measures)
+        assert value is not None
+        return value
+
+    @property
+    def _needed_goal(self) -> Goal:
+        assert self.goal is not None, "a search is for a goal"
+        return self.goal
 
     @property
     def _wish(self) -> str:
-        return f"{self.name} of {short(self.target)}"
+        return f"'{self._needed_goal.describe(short(self.target))}'"
 
-    def spell(self, tried: Tried) -> str:
-        if tried.speedup is not None:
-            return f"a speedup of {tried.speedup:.3f}"
-        return f"{short(getattr(tried, self.name))} {self.name}"
+    def _show(self, tried: Tried) -> str:
+        return self._needed_goal.show(self._reached(tried))
