@@ -26,14 +26,13 @@ import hetdpt
 from hetdpt.cli.options import read_numbers, read_samples
 from hetdpt.core.plan import Budget
 from hetdpt.export.saved import open_model
-from hetdpt.flow.collection.work import SampleDone as Sampled
-from hetdpt.flow.collection.work import Workplace
 from hetdpt.flow.comparison.compare import CompareConfig, compare_into
 from hetdpt.flow.comparison.work import Cell, Chosen, Trained
 from hetdpt.flow.demo import demo_config
+from hetdpt.flow.execution import Execution
 from hetdpt.flow.recipes import recipe
 from hetdpt.selection.methods import METHODS
-from hetdpt.selection.predictor.samples import CollectConfig
+from hetdpt.selection.predictor.samples import CollectConfig, SampleStep
 from hetdpt.selection.select import SelectConfig
 from hetdpt.training.recover import RecoverConfig
 
@@ -135,11 +134,11 @@ def compare(name: str, removal: str, recorder: Recorder, options: argparse.Names
         return
     samples = read_samples(case.samples, model) if case.samples else None
     plans: dict[Cell | None, Chosen] = {}
-    directory, place = options.work / f"accuracy-{name}-{removal}", Workplace(batch=8)
+    directory, place = options.work / f"accuracy-{name}-{removal}", Execution(batch=8)
     for done in compare_into(directory, model, case.data, config, place, samples=samples):
-        if isinstance(done, Sampled):
+        cell, outcome = done.subject, done.result
+        if isinstance(outcome, SampleStep):
             continue
-        cell, outcome = done.task.cell, done.outcome
         if isinstance(outcome, Chosen):
             plans[cell] = outcome
         elif isinstance(outcome, Trained) and not recorder.has(**key_of(name, removal, cell)):

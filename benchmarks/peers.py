@@ -42,7 +42,7 @@ from hetdpt.flow.recipes import recipe
 from hetdpt.measurement.agreement import measure_damage
 from hetdpt.measurement.intervals import wilson_interval
 from hetdpt.selection.damage import choose
-from hetdpt.store.queue import Claim, work
+from hetdpt.store.jobs import Guard, Task, run_tasks
 from hetdpt.surgery.calibrate import calibrate_
 from hetdpt.surgery.merge import merge_
 from hetdpt.surgery.remove import ready, without
@@ -360,7 +360,12 @@ class Job:
     def results(self) -> Results:
         return Results.read(self.recorder.file)
 
-    def tasks(self) -> Iterator[Key]:
+    def tasks(self) -> Iterator[Task[Key, Any]]:
+        for key in self.keys():
+            read, run = partial(self.result, key), partial(self.take, key)
+            yield Task(self.name(key), key, read, run, tuple(self.name(need) for need in self.needs(key)))
+
+    def keys(self) -> Iterator[Key]:
         """Yield the keys of rows: what others need first, and seed after seed."""
         peers, targets = [BY_NAME[name] for name in self.options.peers], self.options.targets
         for order in dict.fromkeys(peer.order for peer in peers if peer.order):
@@ -379,22 +384,21 @@ class Job:
     def result(self, task: Key) -> Any:
         return self.results.find(**task)
 
-    def can_begin(self, task: Key) -> bool:
-        """Whether the rows that a task reads are there."""
+    def needs(self, task: Key) -> Iterator[Key]:
+        """Yield the keys of the rows that a task reads."""
         if task["part"] == "one-shot":
             order = BY_NAME[task["peer"]].order if task["peer"] in BY_NAME else None
-            return order is None or self.recorder.has(part="order", of=order)
-        return task["part"] == "order" or self.recorder.has(part="one-shot", peer=task["peer"], target=task["target"])
+            if order is not None:
+                yield {"part": "order", "of": order}
+        elif task["part"] == "recovered":
+            yield {"part": "one-shot", "peer": task["peer"], "target": task["target"]}
 
-    def take(self, task: Key, claim: Claim) -> None:
+    def take(self, task: Key, guard: Guard) -> None:
         begun = time.monotonic()
         print(f"{time.strftime('%H:%M:%S')} begins: {self.name(task)}", flush=True)
         made = {"order": self.order, "one-shot": self.score, "recovered": self.recover}[task["part"]](task)
-        claim.require_held()
+        guard()
         self.recorder.add(task, **made, seconds=round(time.monotonic() - begun, 1))
-
-    def wait(self, who: str) -> None:
-        time.sleep(10)
 
     def order(self, task: Key) -> Made:
         most = 1 - min(self.options.targets)
@@ -471,7 +475,7 @@ def main() -> None:
     require_real_data()
     job = Job(Recorder(options.out), options)
     if {"one-shot", "recover"} & {*options.parts}:
-        for _ in work(options.work, job.tasks(), job):
+        for _ in run_tasks(options.work, job.tasks(), lambda _: time.sleep(10)):
             pass
     if "speed" in options.parts:
         measure_speed(job)

@@ -29,7 +29,8 @@ from hetdpt.data.fixed_batches import ImageBatches
 from hetdpt.data.sources import open_data
 from hetdpt.flow.collection import work
 from hetdpt.flow.collection.collect import collect_into, read_run, recheck_into
-from hetdpt.flow.collection.work import SampleDone, Workplace
+from hetdpt.flow.collection.work import SampleDone
+from hetdpt.flow.execution import Execution
 from hetdpt.flow.recipes import quick
 from hetdpt.measurement.agreement import relative_difference
 from hetdpt.results import Prices
@@ -160,13 +161,13 @@ def test_the_chain_inherits_the_weights(whole: Path, dense: nn.Module) -> None:
 @pytest.mark.parametrize("removal", ["plain", ("linear", "calibrated")])
 def test_every_removal_style(removal: Any, dense: nn.Module, tmp_path: Path) -> None:
     found = list(collect_into(tmp_path / "run", dense, "demo", config(removal=removal, rounds=(1, 1, 0))))
-    assert [done.node.key for done in found] == ["dense", "a", "g"]
+    assert [done.subject.key for done in found] == ["dense", "a", "g"]
     assert all(done.is_own for done in found)
 
 
 def test_without_fine_tuning_a_sample_is_what_the_removal_leaves(dense: nn.Module, tmp_path: Path) -> None:
     done = [*collect_into(tmp_path / "run", dense, "demo", config(fine_tunes=False, rounds=(1, 0, 0)))][-1]
-    assert done.step.accuracy == done.step.before
+    assert done.result.accuracy == done.result.before
     assert models_in(tmp_path / "run") == ["samples-a"]
 
 
@@ -266,17 +267,17 @@ def test_a_killed_step_goes_on_from_its_checkpoint(
         list(collect(out, hetdpt.load(home / "dense")))
     picks.write_text(whole_picks)
 
-    def tell(progress: object, now: Any) -> None:
-        trained.append(now.update)
+    def watcher(execution: Execution, text: str) -> Any:
+        return lambda now: trained.append(now.update)
 
-    monkeypatch.setattr(work, "_tell", tell)
-    step = next(done.step for done in collect(out, hetdpt.load(home / "dense")) if done.node.key == "a")
+    monkeypatch.setattr(Execution, "watcher", watcher)
+    step = next(done.result for done in collect(out, hetdpt.load(home / "dense")) if done.subject.key == "a")
     assert trained[0] > 1  # updates that the killed process did are not done again
     assert {**step.to_dict(), "seconds": 0} == SampleStep.from_dict(samples(whole)["a"]).to_dict()
 
 
 def collect(out: Path, model: nn.Module) -> Iterator[SampleDone]:
-    return collect_into(out, model, "demo", config(), Workplace(minutes=0, batch=1))
+    return collect_into(out, model, "demo", config(), Execution(minutes=0, batch=1))
 
 
 @pytest.mark.slow
@@ -300,10 +301,10 @@ def test_a_step_of_another_process_is_waited_for(home: Path, whole: Path, tmp_pa
         assert first.poll() is None, first.communicate()
         time.sleep(0.005)
     told: list[str] = []
-    place = Workplace(minutes=0, batch=1, progress=lambda stage, *_: told.append(stage))
+    place = Execution(minutes=0, batch=1, progress=lambda stage, *_: told.append(stage))
     found = [*collect_into(out, hetdpt.load(home / "dense"), "demo", config(), place, chain="interleaved")]
     assert f"waiting for pid {first.pid}" in " ".join(told)
-    assert [done.is_own for done in found if done.node.key == "a"] == [False]
+    assert [done.is_own for done in found if done.subject.key == "a"] == [False]
     finish(first)
     assert samples(out) == samples(whole)
 
@@ -321,7 +322,7 @@ def test_processes_of_one_group_are_refused(home: Path, tmp_path: Path) -> None:
 def test_many_begin_a_shared_directory_at_once(tmp_path: Path) -> None:
     """Whoever is first decides; the others join if they ask for the same."""
     out = str(tmp_path / "run")
-    code = f"from hetdpt.runs.run import share; from pathlib import Path; share(Path({out!r}), {{'a': 1}})"
+    code = f"from hetdpt.store.run_directory import share; from pathlib import Path; share(Path({out!r}), {{'a': 1}})"
     processes = [subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True) for _ in range(4)]
     for process in processes:
         assert process.communicate(timeout=60)[1] == ""
@@ -336,13 +337,13 @@ def test_many_begin_a_shared_directory_at_once(tmp_path: Path) -> None:
 
 def test_splits_are_measured_again(whole: Path, tmp_path: Path) -> None:
     budgets = [Budget(1, 1), Budget(0, 2)]
-    found = list(recheck_into(whole, budgets, "demo", Workplace(minutes=0), epochs=2))
-    assert [done.step.budget for done in found] == budgets
-    assert [done.node.kinds for done in found] == [("attention", "activation"), ("activation", "activation")]
-    assert all(len(done.step.picks) == 2 and done.is_own for done in found)
-    assert all(done.step.speedup and done.step.speedup > 0 for done in found)  # measured, not predicted
+    found = list(recheck_into(whole, budgets, "demo", Execution(minutes=0), epochs=2))
+    assert [done.result.budget for done in found] == budgets
+    assert [done.subject.kinds for done in found] == [("attention", "activation"), ("activation", "activation")]
+    assert all(len(done.result.picks) == 2 and done.is_own for done in found)
+    assert all(done.result.speedup and done.result.speedup > 0 for done in found)  # measured, not predicted
     again = list(recheck_into(whole, budgets, "demo", epochs=2))
-    assert [(done.step, done.is_own) for done in again] == [(done.step, False) for done in found]
+    assert [(done.result, done.is_own) for done in again] == [(done.result, False) for done in found]
     assert list(samples(whole)) == sorted(KEYS)  # they are no samples: those have fewer epochs
     assert {file.name for file in (whole / "recheck").iterdir()} == {"1-1-epochs-2.json", "0-2-epochs-2.json"}
 
@@ -401,11 +402,11 @@ def test_something_else_is_not_mixed_in(whole: Path, home: Path, dense: nn.Modul
     with pytest.raises(FileError, match="was begun with config.recovery.training.lr = 0.0005, not 0.001"):
         list(collect_into(whole, dense, "demo", config(recovery=brief(**{"training.lr": 1e-3}))))
     with pytest.raises(FileError, match="was begun with batch = 1, not 3"):
-        list(collect_into(whole, dense, "demo", config(), Workplace(batch=3)))
+        list(collect_into(whole, dense, "demo", config(), Execution(batch=3)))
     with torch.no_grad():
         dense.head.bias += 1
     with pytest.raises(FileError, match="was begun with model ="):
-        list(collect_into(whole, dense, "demo", config(), Workplace(batch=1)))
+        list(collect_into(whole, dense, "demo", config(), Execution(batch=1)))
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(FileError, match="holds other things than a run"):
         list(collect_into(tmp_path, hetdpt.load(home / "dense"), "demo", config()))
@@ -431,7 +432,7 @@ def test_a_damaged_sample_is_named(dense: nn.Module, tmp_path: Path) -> None:
     list(collect_into(tmp_path / "run", dense, "demo", config(rounds=(1, 0, 0), fine_tunes=False)))
     file = tmp_path / "run" / "samples" / "a.json"
     file.write_text("{}")
-    with pytest.raises(FileError, match=r"a\.json is damaged .* remove it to take that step again"):
+    with pytest.raises(FileError, match=r"a\.json is damaged .* remove it to have it made again"):
         list(collect_into(tmp_path / "run", dense, "demo", config(rounds=(1, 0, 0), fine_tunes=False)))
     file.unlink()
     (tmp_path / "run" / "prices.json").unlink()
@@ -468,7 +469,7 @@ def test_bad_options(options: tuple[str, ...], text: str, run: Run, home: Path, 
 
 
 def test_a_recheck_needs_a_collection_and_its_data(whole: Path, tmp_path: Path) -> None:
-    with pytest.raises(FileError, match="is no directory of hetdpt collect"):
+    with pytest.raises(FileError, match="is not a run directory of hetdpt collect"):
         list(recheck_into(tmp_path, [Budget(1, 0)], "demo"))
     demo = open_data("demo")
     with pytest.raises(PredictError, match=r"on other data: data.images = \[1437, 360\], not \[360, 360\]"):

@@ -30,23 +30,22 @@ from hetdpt.core.plan import Budget, Sample
 from hetdpt.data.fixed_batches import ImageBatches
 from hetdpt.data.sources import Data, open_data
 from hetdpt.data.subset import hold_out, subset
-from hetdpt.flow.collection.work import SampleDone as Sampled
-from hetdpt.flow.collection.work import Workplace
 from hetdpt.flow.comparison import work as compare_work
 from hetdpt.flow.comparison.compare import GIVEN, CompareConfig, compare_into
 from hetdpt.flow.comparison.rows import Difference, MethodComparison, difference_of
 from hetdpt.flow.comparison.work import Cell, Chosen, ComparisonDone, Timed, Trained, plan_key
+from hetdpt.flow.execution import Execution
 from hetdpt.flow.recipes import quick, recipe
 from hetdpt.measurement.costs import Costs
 from hetdpt.report.comparison import COLUMNS, draw, write_csv
 from hetdpt.selection.methods import METHODS
-from hetdpt.selection.predictor.samples import CollectConfig
+from hetdpt.selection.predictor.samples import CollectConfig, SampleStep
 from hetdpt.selection.select import SelectConfig
 from hetdpt.surgery.remove import place_
 
 run = test_cli.run  # the fixture
 BRIEF = {"training.epochs": 1, "training.batch_size": 8, "per_class": 4}
-PLACE = Workplace(minutes=0, batch=1)
+PLACE = Execution(minutes=0, batch=1)
 TWICE = ("hetdpt", "random")  # the methods of which there are two seeds
 # Attention costs ten points a layer and activations one: the predictor takes activations.
 SAMPLES = [
@@ -91,10 +90,10 @@ def dense(home: Path) -> nn.Module:
 
 
 def compare(
-    out: Path, model: nn.Module, data: Data, place: Workplace = PLACE, **changes: Any
+    out: Path, model: nn.Module, data: Data, place: Execution = PLACE, **changes: Any
 ) -> Iterator[ComparisonDone]:
     for done in compare_into(out, model, data, config(**changes), place, samples=SAMPLES):
-        assert isinstance(done, ComparisonDone)  # nothing is sampled where samples are given
+        assert not isinstance(done.result, SampleStep)  # nothing is sampled where samples are given
         yield done
 
 
@@ -117,7 +116,8 @@ def rows_of(comparison: MethodComparison) -> dict[Cell, tuple[Any, ...]]:
 
 
 def own(done: list[ComparisonDone]) -> list[tuple[str, Cell | None]]:
-    return [(one.task.stage, one.task.cell) for one in done if one.is_own]
+    stages = {Chosen: "choose", Trained: "train", Timed: "time"}
+    return [(stages[type(one.result)], one.subject) for one in done if one.is_own]
 
 
 # what comes out
@@ -174,10 +174,10 @@ def test_equal_plans_are_trained_once(home: Path, done: list[ComparisonDone], wh
     assert plans["map+te", 0] == plans["activation-only", 0]  # both take activations of the least transfer entropy
     models = {f"{plan_key(plan)}-{seed}" for (_, seed), plan in plans.items()}
     assert {folder.name for folder in (home / "whole" / "models").iterdir()} == models
-    trained = [one for one in done if one.task.stage == "train"]
-    assert {one.task.cell for one in trained} == {Cell(2, method, seed) for method, seed in plans}  # all are told of
+    trained = [one for one in done if isinstance(one.result, Trained) and one.subject]
+    assert {one.subject for one in trained} == {Cell(2, method, seed) for method, seed in plans}  # all are told of
     assert len([one for one in trained if one.is_own]) == len(models) < len(plans)
-    shared = next(o.outcome for o in trained if o.task.cell == Cell(2, "activation-only", 0))
+    shared = next(o.result for o in trained if o.subject == Cell(2, "activation-only", 0))
     assert isinstance(shared, Trained)
     assert shared.method != "activation-only"
 
@@ -211,7 +211,7 @@ def test_only_small_files_stay(home: Path, done: list[ComparisonDone]) -> None:
 
 
 def test_a_choice_keeps_its_scores(done: list[ComparisonDone]) -> None:
-    chosen = {o.task.cell: o.outcome for o in done if isinstance(o.outcome, Chosen)}
+    chosen = {o.subject: o.result for o in done if isinstance(o.result, Chosen)}
     assert len(chosen) == len(METHODS) + len(TWICE)
     for cell, outcome in chosen.items():
         assert cell is not None
@@ -230,9 +230,9 @@ def test_fewer_layers_are_the_beginning_of_more_and_are_not_chosen_again(
     def choices(folder: str, layers: tuple[int, ...]) -> dict[tuple[int, str], Chosen]:
         found = compare(tmp_path / folder, dense, data, layers=layers, methods=tuple(nested))
         return {
-            (one.task.cell.layers, one.task.cell.method): one.outcome
+            (one.subject.layers, one.subject.method): one.result
             for one in found
-            if one.task.cell and isinstance(one.outcome, Chosen)
+            if one.subject and isinstance(one.result, Chosen)
         }
 
     alone = choices("alone", (2,))
@@ -269,8 +269,8 @@ def test_it_grows(done: list[ComparisonDone], whole: MethodComparison) -> None:
     """Asked for another seed of some methods, it does what is new, and times all anew so that it is of one session."""
     second = own(done)[[stage for stage, _ in own(done)].index("time") + 1 :]
     new = [Cell(2, method, 1) for method in TWICE]
-    assert second == [*(("choose", cell) for cell in new), *(("train", cell) for cell in new), ("time", None)]
-    timed = done[-1].outcome
+    assert second == [*((stage, cell) for cell in new for stage in ("choose", "train")), ("time", None)]
+    timed = done[-1].result
     assert isinstance(timed, Timed)
     assert set(timed.plans) == {plan_key(row.plan) for row in whole.rows}
 
@@ -290,7 +290,9 @@ class StopError(Exception):
     pass
 
 
-@pytest.mark.parametrize("stage", ["2-hetdpt-0: search", "2-hetdpt-0: fine-tuning"])
+@pytest.mark.parametrize(
+    "stage", ["row 1 of 1: hetdpt, 2 layers, seed 0, search", "row 1 of 1: hetdpt, 2 layers, seed 0, fine-tuning"]
+)
 def test_stopped_within_a_task_it_goes_on_from_the_checkpoint(
     stage: str, whole: MethodComparison, dense: nn.Module, data: Data, tmp_path: Path
 ) -> None:
@@ -306,7 +308,7 @@ def test_stopped_within_a_task_it_goes_on_from_the_checkpoint(
     with pytest.raises(StopError):
         list(compare(out, dense, data, replace(PLACE, progress=stop), **only))
     *_, timed = compare(out, dense, data, replace(PLACE, progress=stop), **only)
-    assert isinstance(timed.outcome, Timed)
+    assert isinstance(timed.result, Timed)
     assert seen[:4] == [1, 2, 3, 3]  # the update that was not kept is done again, those before it are not
     cell = Cell(2, "hetdpt", 0)
     assert rows_of(MethodComparison.read(out)) == {cell: rows_of(whole)[cell]}
@@ -337,7 +339,7 @@ def test_another_question_is_refused(home: Path, whole: MethodComparison, dense:
     with pytest.raises(FileError, match="was begun with config.recovery.training.epochs = 1, not 2"):
         list(compare(out, dense, data, recovery=config().recovery.with_settings({"training.epochs": 2})))
     with pytest.raises(FileError, match="was begun with batch = 1, not 3"):
-        list(compare_into(out, dense, data, config(), Workplace(batch=3), samples=SAMPLES))
+        list(compare_into(out, dense, data, config(), Execution(batch=3), samples=SAMPLES))
     with pytest.raises(FileError, match="was begun with samples ="):
         list(compare_into(out, dense, data, config(), samples=SAMPLES[1:]))
     assert MethodComparison.read(out) == whole
@@ -349,9 +351,9 @@ def test_samples_are_collected_on_images_held_out(dense: nn.Module, data: Data, 
     collection = CollectConfig(recovery=brief, images=24, rounds=(1, 2, 1), fine_tunes=False)
     asked = config(methods=("map+te",), collection=collection)
     found = list(compare_into(tmp_path / "run", dense, data, asked, PLACE))
-    sampled = [one for one in found if isinstance(one, Sampled)]
-    assert [one.node.key for one in sampled] == ["dense", "a", "g", "gg", "ag"]
-    assert sampled[0].step.accuracy == hetdpt.evaluate(dense, hold_out(data)).top1
+    sampled = [one for one in found if isinstance(one.result, SampleStep)]
+    assert [one.subject.key for one in sampled] == ["dense", "a", "g", "gg", "ag"]
+    assert sampled[0].result.accuracy == hetdpt.evaluate(dense, hold_out(data)).top1
     assert json.loads((tmp_path / "run" / "samples" / "run.json").read_text())["images"] == [60, 20]  # of 80
     table = MethodComparison.read(tmp_path / "run")
     assert table.dense.accuracy == hetdpt.evaluate(dense, data).top1
@@ -434,11 +436,11 @@ def test_csv_and_figure(whole: MethodComparison, tmp_path: Path) -> None:
 
 def test_what_cannot_be_is_left_out_and_told(dense: nn.Module, data: Data, tmp_path: Path) -> None:
     found = list(compare(tmp_path / "run", dense, data, layers=(4,), methods=("activation-only", "random")))
-    assert {one.task.cell.method for one in found if one.task.cell} == {"random"}
-    text = "activation-only has no row for 4 layers: this model has 3 activation layers that can go"
+    assert {one.subject.method for one in found if one.subject} == {"random"}
+    text = "activation-only has no row for 4 layers: this model has 3 removable activation layers"
     assert MethodComparison.read(tmp_path / "run").warnings == (text,)
     for methods, layers in ((("activation-only",), 4), (("random",), 7)):
-        with pytest.raises(PlanError, match="this model has 3 attention and 3 activation layers"):
+        with pytest.raises(PlanError, match="this model has only 3 attention and 3 activation layers"):
             list(compare(tmp_path / "other", dense, data, layers=(layers,), methods=methods))
     with pytest.raises(PredictError, match="give samples, or how to collect"):
         list(compare_into(tmp_path / "other", dense, data, config()))
@@ -456,7 +458,7 @@ def test_what_cannot_be_is_left_out_and_told(dense: nn.Module, data: Data, tmp_p
         ({"seeds": 0}, "seeds is 0"),
         (
             {"collection": CollectConfig(recovery=quick().config, removal="plain")},
-            "sampled with removal 'plain', but layers are to go with 'calibrated'",
+            "sampled with removal 'plain', but layers removed with 'calibrated'",
         ),
     ],
 )

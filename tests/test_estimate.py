@@ -21,8 +21,8 @@ from hetdpt.core.plan import Budget
 from hetdpt.data.sources import open_data
 from hetdpt.data.subset import hold_out
 from hetdpt.flow.collection.collect import collect_into
-from hetdpt.flow.collection.work import Workplace
 from hetdpt.flow.config import RunConfig
+from hetdpt.flow.execution import Execution
 from hetdpt.flow.pipeline import run
 from hetdpt.flow.recipes import quick
 from hetdpt.flow.stages import trial
@@ -83,7 +83,7 @@ def test_the_collection_takes_as_many_updates_and_evaluations(
         told[text.partition(": ")[2]] += 1
 
     held, asked = hold_out(DATA), config(tmp_path).collect_config
-    steps = list(collect_into(tmp_path / "run", dense, held, asked, Workplace(progress=progress, batch=1)))
+    steps = list(collect_into(tmp_path / "run", dense, held, asked, Execution(progress=progress, batch=1)))
     found = stage(whole, "collect")
     assert found.updates == told["fine-tuning"] == 5 * 4  # 40 images in batches of 8, for 4 samples
     assert found.text.startswith(f"{len(steps)} samples, 1 epoch of 5 updates each, measured on {len(held.val or ())} ")

@@ -33,7 +33,7 @@ from hetdpt.data.batches import TrainingBatches
 from hetdpt.data.fixed_batches import ImageBatches
 from hetdpt.data.sources import open_data
 from hetdpt.data.subset import subset
-from hetdpt.flow.collection.work import Workplace
+from hetdpt.flow.execution import Execution
 from hetdpt.flow.recipes import brief
 from hetdpt.report.observation import COLUMNS, draw
 from hetdpt.store.queue import Claim
@@ -215,12 +215,12 @@ def test_gradients_alone_and_more_later(home: Path, dense: nn.Module, whole: Pat
     """What is there is not done again when more is asked for, and a pair of styles has its name."""
     pair = ("linear", "calibrated")
     first = list(observe_into(tmp_path / "run", dense, DATA, config(removals=(pair,), blocks=())))
-    assert [(one.task.part, one.task.key) for one in first] == [("gradients", "linear-calibrated")]
+    assert [(one.subject.part, one.subject.key) for one in first] == [("gradients", "linear-calibrated")]
     assert not (tmp_path / "run" / "layers").exists()
     found = read_results(tmp_path / "run")
     assert (found.dense, found.removals, found.asymmetries) == (None, (pair,), ())
     more = list(observe_into(tmp_path / "run", dense, DATA, config(removals=("plain",), blocks=())))
-    assert [(one.task.key, one.is_own) for one in more] == [("plain", True)]
+    assert [(one.subject.key, one.is_own) for one in more] == [("plain", True)]
     found = read_results(tmp_path / "run")
     assert found.removals == ("plain", pair)
     assert found.disparities[0] == read_results(whole).disparities[0]
@@ -246,13 +246,13 @@ def test_stopped_in_the_gradients_it_comes_to_the_same(dense: nn.Module, whole: 
 
     def stop(stage: str, done: int, _: int) -> None:
         updates.append(done)
-        if (stage, done) == ("gradients-plain", 7):
+        if (stage, done) == ("1 of 1: gradients, plain removal, training", 7):
             raise Stop
 
     observed = config(blocks=(), removals=("plain",))
     with pytest.raises(Stop):
-        list(observe_into(tmp_path / "run", dense, DATA, observed, Workplace(minutes=0, progress=stop)))
-    told = Workplace(progress=lambda _, done, __: updates.append(-done))
+        list(observe_into(tmp_path / "run", dense, DATA, observed, Execution(minutes=0, progress=stop)))
+    told = Execution(progress=lambda _, done, __: updates.append(-done))
     (again,) = observe_into(tmp_path / "run", dense, DATA, observed, told)
     assert next(-done for done in updates if done < 0) > 1  # what was kept is not done again
     assert again.result == read_results(whole).disparities[0]
@@ -277,10 +277,16 @@ def test_killed_in_a_fine_tuning_it_comes_to_the_same(home: Path, whole: Path, t
     process.send_signal(signal.SIGKILL)
     process.wait()
     updates: list[int] = []
-    place = Workplace(progress=lambda stage, now, _: updates.append(now) if "calibrated-attention" in stage else None)
+    place = Execution(
+        progress=lambda stage, now, _: (
+            updates.append(now) if "attention of block 1 removed (calibrated)" in stage else None
+        )
+    )
     found = list(observe_into(out, hetdpt.load(home / "dense"), DATA, config(), place))
     assert len(done) == 5
-    assert not any(one.is_own for one in found if one.task.removal != "calibrated" or one.task.part == "gradients")
+    assert not any(
+        one.is_own for one in found if one.subject.removal != "calibrated" or one.subject.part == "gradients"
+    )
     assert {file: file.stat().st_mtime_ns for file in done} == done
     assert updates[:1] != [1]  # of the fine-tuning that was killed, what was kept is not done again
     assert read_results(out) == read_results(whole)
@@ -300,8 +306,8 @@ def test_what_another_works_on_is_waited_for(dense: nn.Module, whole: Path, tmp_
             claim.release()
 
     observed = config(blocks=(), removals=("plain", "calibrated"))
-    found = list(observe_into(out, dense, DATA, observed, Workplace(progress=listen)))
-    assert [one.task.key for one in found] == ["calibrated", "plain"]
+    found = list(observe_into(out, dense, DATA, observed, Execution(progress=listen)))
+    assert [one.subject.key for one in found] == ["calibrated", "plain"]
     assert told[0].startswith(f"waiting for pid {os.getpid()} on ")
 
 
@@ -459,7 +465,7 @@ def test_lines_a_table_and_a_sentence_for_each(run: Run, home: Path, whole: Path
     [
         (
             ("--blocks", "0,2"),
-            "layers can be removed from the blocks 0, 1 of this model, but block 2 was asked for; leave it out",
+            "layers can be removed from the blocks 0, 1 of this model, but got block 2; leave it out",
         ),
         (("--blocks", "1-2"), "--blocks takes block numbers counted from 0, such as 0,3,6, not '1-2'"),
         (
@@ -514,5 +520,5 @@ def test_a_pruned_model_keeps_to_its_removal(dense: nn.Module, tmp_path: Path) -
 def test_a_damaged_result_is_named(whole: Path, dense: nn.Module, tmp_path: Path) -> None:
     shutil.copytree(whole, tmp_path / "run")
     (tmp_path / "run" / "gradients" / "plain.json").write_text("{}")
-    with pytest.raises(FileError, match=r"plain\.json is damaged .*; remove it to measure it again"):
+    with pytest.raises(FileError, match=r"plain\.json is damaged .*; remove it to have it made again"):
         list(observe_into(tmp_path / "run", dense, DATA, config()))

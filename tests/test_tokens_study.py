@@ -167,7 +167,7 @@ def test_lines_a_table_and_json_of_a_study(run: Run, home: Path, whole: Path, tm
 def test_more_is_added_and_all_is_timed_anew(whole: Path, models: dict[str, nn.Module], tmp_path: Path) -> None:
     shutil.copytree(whole, tmp_path / "run")
     done = list(tokens_into(tmp_path / "run", {"dense": models["dense"]}, DATA, config(r=(2, 3))))
-    own = [one.case.r if one.case else "time" for one in done if one.is_own]
+    own = [one.subject.r if one.subject else "time" for one in done if one.is_own]
     assert own == [3, "time"]
     found = points_in(tmp_path / "run")
     assert [one["r"] for one in found] == [0, 2, 3]  # 0 always
@@ -322,7 +322,7 @@ def test_models_that_cannot_be_compared(models: dict[str, nn.Module], tmp_path: 
         measure_tokens({"dense": models["dense"], "large": large}, None, config())
     with pytest.raises(MeasureError, match="^one and two are not all different models; give each once$"):
         measure_tokens({"one": models["dense"], "two": models["dense"]}, None, config())
-    with pytest.raises(MeasureError, match="there is no model"):
+    with pytest.raises(MeasureError, match="no model was given"):
         measure_tokens({}, None, config())
     reduce_tokens_(models["dense"], Tokens("tome", 2))
     text = r"^dense reduces its tokens already \(tome, r 2, constant\); give the model it was before$"
@@ -333,5 +333,5 @@ def test_models_that_cannot_be_compared(models: dict[str, nn.Module], tmp_path: 
 def test_a_damaged_result_is_named(whole: Path, models: dict[str, nn.Module], tmp_path: Path) -> None:
     shutil.copytree(whole, tmp_path / "run")
     (tmp_path / "run" / "speed.json").write_text("{")
-    with pytest.raises(FileError, match=r"speed\.json is damaged .*; remove it to measure it again"):
+    with pytest.raises(FileError, match=r"speed\.json is damaged .*; remove it to have it made again"):
         list(tokens_into(tmp_path / "run", models, DATA, config()))

@@ -399,7 +399,7 @@ def test_more_is_added_and_nothing_is_done_again(whole: Path, models: dict[str, 
     shutil.copytree(whole, tmp_path / "run")
     plain = {"plan.json": PLAN, "plain.json": replace(PLAN, removal="plain")}
     done = list(transfer_into(tmp_path / "run", {"dense": models["dense"]}, "demo", config(), plain))
-    assert [(one.case.name, one.is_own) for one in done if one.is_own] == [("dense, plain.json", True)]
+    assert [(one.subject.name, one.is_own) for one in done if one.is_own] == [("dense, plain.json", True)]
     found, (dense, plan, pruned) = rows_in(tmp_path / "run"), rows_in(whole)
     assert untimed(found[:2]) == untimed([dense, plan])
     assert [row["removal"] for row in found] == [None, "calibrated", "plain", None]
@@ -598,7 +598,7 @@ def test_a_training_that_cannot_begin_leaves_nothing_behind(
 def test_models_and_data_that_cannot_be_compared(models: dict[str, nn.Module], data: Data, tmp_path: Path) -> None:
     stream = Stream(tmp_path, "train", data.train.classes, ("a.tar",), (4,))  # type: ignore[union-attr]
     for given, wrong, error, text in (
-        ({}, data, MeasureError, "there is no model to transfer"),
+        ({}, data, MeasureError, "no model was given"),
         ({"one": models["dense"], "two": models["dense"]}, data, MeasureError, "are not all different models"),
         (models, replace(data, train=stream), DataError, "images of a stream of shards have no numbers"),
         (models, replace(data, train=None), DataError, "open the data with both"),

@@ -86,7 +86,7 @@ def collect(
     from hetdpt.data.sources import open_data
     from hetdpt.export.saved import open_model
     from hetdpt.flow.collection.collect import collect_into
-    from hetdpt.flow.collection.work import Workplace
+    from hetdpt.flow.execution import Execution
     from hetdpt.flow.recipes import recipe as recipe_called
     from hetdpt.selection.predictor.polynomial import FEWEST
     from hetdpt.selection.predictor.samples import CollectConfig
@@ -106,7 +106,7 @@ def collect(
         network = open_model(model, weights=weights, pretrained=pretrained, num_classes=num_classes, img_size=img_size)
     found: list[SampleDone] = []
     with stages(quiet or as_json) as (move, say):
-        place = Workplace(device=device, workers=workers_of(workers), minutes=minutes, batch=batch, progress=move)
+        place = Execution(device=device, workers=workers_of(workers), minutes=minutes, batch=batch, progress=move)
         for done in collect_into(out, network, opened, config, place, chain=chain):  # type: ignore[arg-type]
             found.append(done)
             if not as_json:
@@ -120,23 +120,23 @@ def collect(
 
 
 def _line(done: SampleDone) -> str:
-    step = done.step
+    step = done.result
     if not step.kinds:
         return f"dense: accuracy {step.accuracy:.2f} %"
     gone = ", ".join(f"{pick.site.kind} {pick.site.block} (TE {pick.te:.3g})" for pick in step.picks)
     by = "" if done.is_own else " (done before, or by another process)"
     counts = f"{step.budget.attention}+{step.budget.activation}"
-    return f"{done.node.chain} {counts}: without {gone} {step.before:.2f} -> {step.accuracy:.2f} %{by}"
+    return f"{done.subject.chain} {counts}: without {gone} {step.before:.2f} -> {step.accuracy:.2f} %{by}"
 
 
 def _record(done: SampleDone) -> dict[str, Any]:
-    return {"key": done.node.key, "chain": done.node.chain, "is_own": done.is_own, **done.step.to_dict()}
+    return {"key": done.subject.key, "chain": done.subject.chain, "is_own": done.is_own, **done.result.to_dict()}
 
 
 def _print(found: list[SampleDone]) -> None:
     rows = table("samples", "attention removed", "activation removed", "before", "accuracy", "layer", "seconds")
     for done in found:
-        step = done.step
+        step = done.result
         layers = " ".join(f"{pick.site.kind} {pick.site.block}" for pick in step.picks)
         counts = str(step.budget.attention), str(step.budget.activation)
         rows.add_row(*counts, f"{step.before:.2f}", f"{step.accuracy:.2f}", layers, f"{step.seconds:.0f}")

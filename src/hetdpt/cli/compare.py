@@ -43,7 +43,7 @@ from hetdpt.cli.show import note_random_weights, print_, print_json, stages, tab
 from hetdpt.core.format import amount, estimate, percent, signed, times
 
 if TYPE_CHECKING:
-    from hetdpt.flow.collection.work import SampleDone as Sampled
+    from hetdpt.flow.collection.work import SampleDone
     from hetdpt.flow.comparison.rows import Difference, MethodComparison
     from hetdpt.flow.comparison.work import ComparisonDone
 
@@ -102,10 +102,10 @@ def compare(
     from hetdpt.core.randomness import seeded
     from hetdpt.data.sources import open_data
     from hetdpt.export.saved import open_model
-    from hetdpt.flow.collection.work import Workplace
     from hetdpt.flow.comparison.compare import FIGURE, TABLE, CompareConfig, compare_into
     from hetdpt.flow.comparison.rows import RESULTS, MethodComparison
     from hetdpt.flow.comparison.work import PLANS
+    from hetdpt.flow.execution import Execution
     from hetdpt.flow.recipes import recipe as recipe_called
     from hetdpt.selection.methods import METHODS
     from hetdpt.selection.predictor.samples import CollectConfig
@@ -134,7 +134,7 @@ def compare(
     with seeded(config.recovery.training.seed):  # random weights too are the same in all processes
         network = open_model(model, weights=weights, pretrained=pretrained, num_classes=num_classes, img_size=img_size)
     with stages(quiet or as_json) as (move, say):
-        place = Workplace(device=device, workers=workers_of(workers), minutes=minutes, batch=batch, progress=move)
+        place = Execution(device=device, workers=workers_of(workers), minutes=minutes, batch=batch, progress=move)
         for done in compare_into(
             out, network, opened, config, place, samples=read_samples(samples, network) if samples else None
         ):
@@ -148,15 +148,15 @@ def compare(
     typer.echo(f"written to {out}: {RESULTS}, {TABLE}, {FIGURE}; the layers are in {out / PLANS}")
 
 
-def _line(done: ComparisonDone | Sampled) -> str:
-    from hetdpt.flow.collection.work import SampleDone as Sampled
-    from hetdpt.flow.comparison.work import Chosen, Timed
+def _line(done: ComparisonDone | SampleDone) -> str:
+    from hetdpt.flow.comparison.work import Cell, Chosen, Timed
+    from hetdpt.selection.predictor.samples import SampleStep
 
     by = "" if done.is_own else " (done before, or by another process)"
-    if isinstance(done, Sampled):
-        budget = done.step.budget
-        return f"sample {budget.attention}+{budget.activation}: {done.step.accuracy:.2f} % of images held out{by}"
-    cell, outcome = done.task.cell, done.outcome
+    outcome = done.result
+    if isinstance(outcome, SampleStep):
+        return f"sample with {done.subject}: {outcome.accuracy:.2f} % of images held out{by}"
+    cell = done.subject if isinstance(done.subject, Cell) else None
     about = f"{cell.layers} layers, {cell.method}, seed {cell.seed}" if cell else "dense"
     if isinstance(outcome, Timed):
         return f"timed: {len(outcome.plans)} models on {outcome.measured}{by}"

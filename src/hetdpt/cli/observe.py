@@ -87,7 +87,7 @@ def observe(
     from hetdpt.core.randomness import seeded
     from hetdpt.data.sources import open_data
     from hetdpt.export.saved import open_model
-    from hetdpt.flow.collection.work import Workplace
+    from hetdpt.flow.execution import Execution
     from hetdpt.studies.observe import ObserveConfig, observe_into, read_results
 
     if no_recovery and blocks is not None:
@@ -105,7 +105,7 @@ def observe(
     with seeded(config.recovery.training.seed):  # random weights too are the same in all processes
         network = open_model(model, weights=weights, pretrained=pretrained, num_classes=num_classes, img_size=img_size)
     with stages(quiet or as_json) as (move, say):
-        place = Workplace(device=device, workers=workers_of(workers), minutes=minutes, progress=move)
+        place = Execution(device=device, workers=workers_of(workers), minutes=minutes, progress=move)
         for one in observe_into(out, network, opened, config, place):
             if not as_json:
                 say(_line(one))

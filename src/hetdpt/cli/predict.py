@@ -142,7 +142,7 @@ class Recheck:
         """Return the allocation after the best splits were measured by a longer run."""
         from hetdpt.data.sources import open_data
         from hetdpt.flow.collection.collect import recheck_into
-        from hetdpt.flow.collection.work import Workplace
+        from hetdpt.flow.execution import Execution
 
         assert self.data is not None
         budgets = [split.budget for split in allocation.table[: self.count]]
@@ -150,14 +150,14 @@ class Recheck:
         found: list[Sample] = []
         speeds: dict[Budget, float | None] = {}
         with stages(is_quiet) as (move, say):
-            place = Workplace(device=self.device, workers=workers_of(self.workers), progress=move)
+            place = Execution(device=self.device, workers=workers_of(self.workers), progress=move)
             for done in recheck_into(samples, budgets, opened, place, epochs=self.epochs):
-                found.append(done.step.sample)
-                speeds[done.step.budget] = done.step.speedup
+                found.append(done.result.sample)
+                speeds[done.result.budget] = done.result.speedup
                 if not is_silent:
-                    counts = f"{done.step.budget.attention} attention + {done.step.budget.activation} activation"
-                    speed = f", {done.step.speedup:.3f}x as fast" if done.step.speedup else ""
-                    say(f"measured again: {counts}: {done.step.before:.2f} -> {done.step.accuracy:.2f} %{speed}")
+                    counts = f"{done.result.budget.attention} attention + {done.result.budget.activation} activation"
+                    speed = f", {done.result.speedup:.3f}x as fast" if done.result.speedup else ""
+                    say(f"measured again: {counts}: {done.result.before:.2f} -> {done.result.accuracy:.2f} %{speed}")
         decided = allocation.with_rechecked(found)
         wanted, measured = decided.wanted.speedup, speeds.get(decided.budget)
         if wanted and measured and measured < wanted:

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from hetdpt.data.sources import Data
-    from hetdpt.flow.collection.work import Workplace
+    from hetdpt.flow.execution import Execution
     from hetdpt.studies.tokens import TokensConfig, TokensDone
 
 
@@ -78,7 +78,7 @@ def tokens(
     """Reduce the tokens of a model, without training: what is left of its costs, its speed and its accuracy."""
     from hetdpt.data.sources import open_data
     from hetdpt.export.saved import RECIPE, save
-    from hetdpt.flow.collection.work import Workplace
+    from hetdpt.flow.execution import Execution
     from hetdpt.reduce.tokens.reduce import reduce_tokens_
     from hetdpt.store.atomic import require_new
     from hetdpt.studies.tokens import FIGURE, RESULTS, TABLE, TokensConfig, measure_tokens
@@ -106,7 +106,7 @@ def tokens(
     options = {"weights": weights, "pretrained": pretrained, "num_classes": num_classes, "img_size": img_size}
     models = open_beside(model, beside or [], options)
     with stages(quiet or as_json) as (move, say):
-        place = Workplace(device=device, workers=workers_of(workers), progress=move)
+        place = Execution(device=device, workers=workers_of(workers), progress=move)
         if is_study:
             assert out is not None
             assert opened is not None
@@ -152,7 +152,7 @@ def _study(
     models: dict[str, nn.Module],
     data: Data,
     config: TokensConfig,
-    place: Workplace,
+    place: Execution,
     say: Callable[[str], None] | None,
 ) -> list[dict[str, Any]]:
     from hetdpt.studies.tokens import RESULTS, tokens_into
@@ -168,9 +168,9 @@ def _line(done: TokensDone) -> str:
     result, by = done.result, "" if done.is_own else " (done before, or by another process)"
     if isinstance(result, dict):
         return f"timed: {len(result)} models in turns{by}"
-    assert done.case is not None
+    assert done.subject is not None
     return (
-        f"{done.case.model}, r {done.case.r}: {result.top1:.2f} % of {result.images} images, "
+        f"{done.subject.model}, r {done.subject.r}: {result.top1:.2f} % of {result.images} images, "
         f"{result.tokens_left} tokens left, {amount(result.macs)} MACs{by}"
     )
 

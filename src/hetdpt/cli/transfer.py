@@ -94,7 +94,7 @@ def transfer(
 ) -> None:
     """Let a model, and pruned ones beside it, learn the classes of other images, and compare what they come to."""
     from hetdpt.data.sources import open_data
-    from hetdpt.flow.collection.work import Workplace
+    from hetdpt.flow.execution import Execution
     from hetdpt.studies.transfer import RESULTS, TABLE, transfer_into
 
     config = _config(context, mode, settings, calibration_images)
@@ -103,7 +103,7 @@ def transfer(
     options = {"weights": weights, "pretrained": pretrained, "num_classes": num_classes, "img_size": img_size}
     models = open_beside(model, beside or [], options)
     with stages(quiet or as_json) as (move, say):
-        place = Workplace(device=device, workers=workers_of(workers), minutes=minutes, progress=move)
+        place = Execution(device=device, workers=workers_of(workers), minutes=minutes, progress=move)
         for done in transfer_into(out, models, opened, config, plans, place):
             if not as_json:
                 say(_line(done))
@@ -153,4 +153,4 @@ def _plans(names: list[str], removal: str | None, calibration: int | None) -> di
 
 def _line(done: TransferDone) -> str:
     result, by = done.result, "" if done.is_own else " (done before, or by another process)"
-    return f"{done.case.name}: {result.top1:.2f} % of {result.images} images, {amount(result.macs)} MACs{by}"
+    return f"{done.subject.name}: {result.top1:.2f} % of {result.images} images, {amount(result.macs)} MACs{by}"

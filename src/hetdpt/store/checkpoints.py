@@ -6,6 +6,7 @@ import os
 import re
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -22,8 +23,9 @@ KEPT = 2  # the newest, and the one before it in case the newest is damaged
 class Checkpoints:
     """States of a training as files, the newest last; a damaged one is passed over."""
 
-    def __init__(self, directory: Path, minutes: float) -> None:
-        self.directory, self.minutes = directory, minutes
+    def __init__(self, directory: Path, minutes: float, guard: Callable[[], None] | None = None) -> None:
+        """``guard`` is called before a state is written, and raises if this process has lost the right to."""
+        self.directory, self.minutes, self.guard = directory, minutes, guard
         self._last = time.monotonic()
         self._damaged: list[Path] = []
 
@@ -51,7 +53,9 @@ class Checkpoints:
         return time.monotonic() - self._last >= 60 * self.minutes
 
     def keep(self, state: dict[str, Any]) -> None:
-        """Write ``state`` as the newest; the one before stays, older ones go."""
+        """Write ``state`` as the newest; the one before stays, older ones are removed."""
+        if self.guard:
+            self.guard()
         self.directory.mkdir(parents=True, exist_ok=True)
         files = self.files()
         number = int(files[-1].name.split("-")[0]) + 1 if files else 1

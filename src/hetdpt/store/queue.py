@@ -24,12 +24,11 @@ import secrets
 import socket
 import tempfile
 import threading
-import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 from hetdpt.core.errors import FileError
 from hetdpt.store.atomic import parse_json
@@ -37,7 +36,6 @@ from hetdpt.store.atomic import parse_json
 PATIENCE = 120.0  # seconds; six beats, and twice the minute for which NFS may show an old time
 BEATS = 6  # renewals within the patience
 KEPT = 16  # generations; takeovers that one may sleep through between a look and a creation
-WAIT = 1.0  # seconds between two looks at what others do
 
 
 class Claim:
@@ -147,61 +145,6 @@ def holder(directory: Path, name: str, patience: float = PATIENCE) -> str | None
     if not owner:
         return "a process that is just beginning"
     return f"pid {owner['pid']} on {owner['host'].split('/')[0]}"
-
-
-Task = TypeVar("Task", contravariant=True)
-Result = TypeVar("Result", covariant=True)
-
-
-class Job(Protocol[Task, Result]):
-    """Tasks that processes share, each of which leaves something behind once it is done."""
-
-    def name(self, task: Task, /) -> str:
-        """Return what it is claimed by; tasks of one name are not worked on at once."""
-
-    def result(self, task: Task, /) -> Result | None:
-        """Return what it came to; None until it is done, by this process or another."""
-
-    def can_begin(self, task: Task, /) -> bool:
-        """Whether all that it needs is there."""
-
-    def take(self, task: Task, claim: Claim, /) -> None:
-        """Do it, so that it has a result then; what is written is written under ``claim``."""
-
-    def wait(self, who: str, /) -> None:
-        """Be told that nothing can be taken until ``who`` is done."""
-
-
-def work(directory: Path, tasks: Iterable[Task], job: Job[Task, Result]) -> Iterator[tuple[Task, Result, bool]]:
-    """Do the ``tasks`` that nobody works on, one after another, until all are done by somebody.
-
-    Each that is done is yielded with what it came to, and whether this process did it, now. Claims are files in
-    ``directory``.
-    """
-    left, own = list(tasks), list[Task]()
-    while left:
-        for task in list(left):
-            if (result := job.result(task)) is not None:
-                left.remove(task)
-                yield task, result, task in own
-        if found := _next(directory, left, job):
-            task, claim = found
-            with claim:
-                if job.result(task) is None:  # not done since we looked
-                    job.take(task, claim)
-                    own.append(task)
-        elif left:
-            others = (holder(directory, job.name(task)) for task in left)
-            job.wait(next((other for other in others if other), "another process"))
-            time.sleep(WAIT)
-
-
-def _next(directory: Path, left: list[Task], job: Job[Task, Any]) -> tuple[Task, Claim] | None:
-    """Return a task that can be begun, claimed for this process; None where there is none to be had."""
-    for task in left:
-        if job.can_begin(task) and (claim := Claim.take(directory, job.name(task))):
-            return task, claim
-    return None
 
 
 _HELD: set[Claim] = set()  # by this process

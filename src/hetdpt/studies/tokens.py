@@ -2,11 +2,11 @@
 
 A run directory that processes of one or several machines fill together:
 
-run.json      what was asked for; more models and more numbers of tokens may come later
-points/       one file for each model and number: what is left of its costs and its accuracy
-speed.json    how fast all of them are, timed in turns when all else is done
-claims/       who works on what
-tokens.json   all of it; also as tokens.csv and tokens.png
+run.json      the settings; models and numbers of tokens may be added later
+points/       one file for each model and number of tokens: its costs and its accuracy
+speed.json    the speed of all of them, timed in turns when all else is finished
+claims/       which process works on which task
+tokens.json   all results; also as tokens.csv and tokens.png
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,17 +29,16 @@ from hetdpt.core.plan import Budget, Measurement
 from hetdpt.core.tokens import Tokens
 from hetdpt.data.sources import Data, check_classes, open_data
 from hetdpt.data.subset import subset
-from hetdpt.flow.collection.work import CLAIMS, Workplace
+from hetdpt.flow.execution import Execution
 from hetdpt.measurement.accuracy import BATCH, evaluate
 from hetdpt.measurement.costs import Costs
 from hetdpt.measurement.speed import measure_throughput
 from hetdpt.reduce.tokens.reduce import reduce_tokens_
 from hetdpt.report.tokens import draw, write_csv
 from hetdpt.results import Ratio
-from hetdpt.store.atomic import keep_json, write_json, written
-from hetdpt.store.queue import Claim, Job, work
+from hetdpt.store.atomic import write_json, written
+from hetdpt.store.jobs import Finished, Guard, Task
 from hetdpt.store.run_directory import share
-from hetdpt.studies.observe import read_measured
 from hetdpt.surgery.record import InputSize, record_of, require_record, survey_of
 from hetdpt.surgery.remove import ready
 
@@ -48,10 +48,10 @@ RESULTS, TABLE, FIGURE = "tokens.json", "tokens.csv", "tokens.png"
 
 @dataclass(frozen=True, kw_only=True)
 class TokensConfig:
-    """What tokens go by, how many, and how it is measured."""
+    """How tokens are reduced, how many, and how that is measured."""
 
     r: tuple[int, ...]
-    """Tokens that go in each block with attention. 0, the model as it is, is measured whether asked for or not."""
+    """Tokens removed in each block with attention. 0, the model as it is, is always measured."""
     method: str = "tome"
     """A name from ``TOKEN_METHODS``."""
     schedule: str = "constant"
@@ -59,21 +59,21 @@ class TokensConfig:
     fraction: float | None = None
     """Part of the validation images that accuracy is measured on; None for all."""
     per_class: int | None = None
-    """So many of each class instead."""
+    """Or: images of each class."""
     batch_size: int = BATCH
     """Images at once where accuracy is measured; it changes no number."""
     batch: int | None = None
-    """Images at once where speed is: 256 on a GPU and 8 on a CPU by default."""
+    """Images at once where speed is measured: 256 on a GPU and 8 on a CPU by default."""
     runs: int = 100
     """Rounds in which each model runs once."""
     seconds: float | None = 60.0
-    """After which there are no more rounds, five at least."""
+    """Time limit for the rounds, of which there are five at least."""
 
     def __post_init__(self) -> None:
         if not self.r or len(set(self.r)) < len(self.r):
             raise PlanError(f"r is {self.r}; one number of tokens or more, each once, was expected, such as (0, 4, 8)")
         for r in self.r:
-            self.tokens(r)  # refuses what is none
+            self.tokens(r)  # raises if there is no such reduction
 
     def tokens(self, r: int) -> Tokens:
         return Tokens(self.method, r, self.schedule)
@@ -86,15 +86,18 @@ class TokensConfig:
 
 @dataclass(frozen=True)
 class TokensCase:
-    """One model, and how many tokens go."""
+    """One model, and how many tokens each block removes."""
 
     model: str
     r: int
 
+    def __str__(self) -> str:
+        return f"{self.model} with {self.r} tokens fewer per block" if self.r else f"{self.model} with all its tokens"
+
 
 @dataclass(frozen=True)
 class Point:
-    """What a case costs and gets right."""
+    """The costs and the accuracy of a case."""
 
     tokens_left: int
     """Of one image, at the end."""
@@ -111,7 +114,7 @@ class Point:
 
 @dataclass(frozen=True)
 class TokensSpeed:
-    """How fast a case is, in turns with all others."""
+    """The speed of a case, timed in turns with all others."""
 
     throughput: Measurement
     speedup: Ratio
@@ -124,12 +127,12 @@ Speeds = dict[str, TokensSpeed]
 
 @dataclass(frozen=True)
 class TokensRow:
-    """All that was measured of a case."""
+    """All measurements of a case."""
 
     model: str
     tokens: Tokens
     removed: Budget
-    """Layers that the model had lost before."""
+    """Layers removed from the model before."""
     point: Point
     speed: TokensSpeed
 
@@ -150,15 +153,8 @@ class TokensRow:
         }
 
 
-@dataclass(frozen=True)
-class TokensDone:
-    """A piece of work that is done."""
-
-    case: TokensCase | None
-    """None where all cases were timed."""
-    result: Point | Speeds
-    is_own: bool
-    """Whether this process did it, now."""
+TokensDone = Finished[TokensCase | None, Point | Speeds]
+"""The case is None where all cases were timed."""
 
 
 def tokens_into(
@@ -166,55 +162,67 @@ def tokens_into(
     models: Mapping[str, nn.Module],
     data: str | Data,
     config: TokensConfig,
-    place: Workplace | None = None,
+    execution: Execution | None = None,
 ) -> Iterator[TokensDone]:
     """Measure each of ``models`` with all and with fewer of its tokens, and yield every result once it is on disk.
 
-    Speedups are over the first model as it is. Called again it goes on where it was killed; with other models beside
-    the first, or other numbers of tokens, it measures those that are new, and times all of them anew. Called by
-    several processes, with one ``directory`` that all of them see, each takes what nobody works on.
+    Speedups are over the first model with all its tokens. Called again, it resumes where it was killed; with other
+    models beside the first, or other numbers of tokens, it measures the new ones and times all of them again. Several
+    processes may share one ``directory`` that all of them see: each takes the next task that no other works on.
     """
-    directory, place = Path(directory), place or Workplace()
-    place.require_alone("float32", "tokens are reduced")
+    directory, execution = Path(directory), execution or Execution()
+    execution.require_alone("float32", "tokens are reduced")
     opened = data if isinstance(data, Data) else open_data(data, splits=("val",))
-    bench = Bench(models, opened, config, place)
+    bench = Bench(models, opened, config, execution)
     share(directory, _asked(bench))
-    job: Job[TokensCase | None, Point | Speeds] = _TokensJob(directory, bench)
     points, speeds = dict[TokensCase, Point](), Speeds()
-    for case, result, is_own in work(directory / CLAIMS, [*bench.cases, None], job):
-        if isinstance(result, Point):
-            assert case is not None
-            points[case] = result
+    for done in execution.run(directory, _tasks(directory, bench)):
+        if done.subject:
+            points[done.subject] = done.result
         else:
-            speeds = result
-        yield TokensDone(case, result, is_own)
+            speeds = done.result
+        yield done
     _write(directory, bench.rows(points, speeds))
 
 
+def _tasks(directory: Path, bench: Bench) -> Iterator[Task[TokensCase | None, Any]]:
+    for case in bench.cases:
+        key, measure = bench.key(case), partial(_measure, bench, case)
+        yield Task.to_file(key, case, directory / POINTS / f"{key}.json", Point, measure)
+    keys = set(map(bench.key, bench.cases))
+    yield Task.to_file(
+        "time", None, directory / SPEED, Speeds, lambda _: bench.time(), is_last=True, is_complete=keys.issubset
+    )
+
+
+def _measure(bench: Bench, case: TokensCase, _: Guard) -> Point:
+    return bench.measure(case)
+
+
 def measure_tokens(
-    models: Mapping[str, nn.Module], data: Data | None, config: TokensConfig, place: Workplace | None = None
+    models: Mapping[str, nn.Module], data: Data | None, config: TokensConfig, execution: Execution | None = None
 ) -> list[TokensRow]:
-    """Return what ``tokens_into`` would measure, without a directory; without ``data`` there is no accuracy."""
-    bench = Bench(models, data, config, place or Workplace())
+    """Return the rows of ``tokens_into`` without a directory; without ``data`` there is no accuracy."""
+    bench = Bench(models, data, config, execution or Execution())
     return bench.rows({case: bench.measure(case) for case in bench.cases}, bench.time())
 
 
 class Bench:
-    """The models, and what is measured of them."""
+    """The models, and how each case is measured."""
 
     def __init__(
-        self, models: Mapping[str, nn.Module], data: Data | None, config: TokensConfig, place: Workplace
+        self, models: Mapping[str, nn.Module], data: Data | None, config: TokensConfig, execution: Execution
     ) -> None:
         _require_comparable(models)
-        device = find_device(place.device)
+        device = find_device(execution.device)
         self.models = {name: ready(model.to(device), "plain") for name, model in models.items()}
         self.digests = {name: fingerprint(model) for name, model in models.items()}
         if len(set(self.digests.values())) < len(models):
             raise MeasureError(f"{' and '.join(models)} are not all different models; give each once")
         self.data = _chosen(data, config, self.models) if data else None
-        self.config, self.place = config, place
+        self.config, self.execution = config, execution
         self.cases = [TokensCase(name, r) for name in models for r in config.numbers]
-        # all at once: they share their weights, and what cannot be is refused before anything is measured
+        # all at once: they share their weights, and impossible ones raise before anything is measured
         self.reduced = {case: self._reduced(case) for case in self.cases}
 
     def key(self, case: TokensCase) -> str:
@@ -227,8 +235,8 @@ class Bench:
         return reduce_tokens_(clone(model), self.config.tokens(case.r)) if case.r else model
 
     def measure(self, case: TokensCase) -> Point:
-        model, place, config = self.reduced[case], self.place, self.config
-        size = input_size_of(model)
+        model, execution, config = self.reduced[case], self.execution, self.config
+        size, number = input_size_of(model), self.cases.index(case) + 1
         costs = Costs.of(model, size)
         left = tokens_left(model, size), costs.macs, costs.params
         if self.data is None:
@@ -237,20 +245,20 @@ class Bench:
             model,
             self.data,
             batch_size=config.batch_size,
-            workers=place.workers,
-            progress=place.stage(f"{case.model}, r {case.r}: evaluating"),
+            workers=execution.workers,
+            progress=execution.stage(f"{number} of {len(self.cases)}: {case}, evaluating"),
         )
         return Point(*left, scores.top1, scores.low, scores.high, scores.count)
 
     def time(self) -> Speeds:
-        """Return how fast all cases are, by key."""
+        """Return the speed of all cases, by key."""
         config = self.config
         timed = measure_throughput(
             {self.key(case): model for case, model in self.reduced.items()},
             batch=config.batch,
             runs=config.runs,
             seconds=config.seconds,
-            progress=self.place.stage("timing"),
+            progress=self.execution.stage("timing all models in turns"),
         )
         return {key: TokensSpeed(timed.throughput[key], timed.speedup[key]) for key in timed.throughput}
 
@@ -286,7 +294,7 @@ def _require_comparable(models: Mapping[str, nn.Module]) -> None:
     sizes = {name: input_size_of(model) for name, model in models.items()}
     first = next(iter(sizes), None)
     if first is None:
-        raise MeasureError("there is no model to reduce the tokens of; give one or more, such as {'dense': model}")
+        raise MeasureError("no model was given; give one or more, such as {'dense': model}")
     for name, size in sizes.items():
         if size != sizes[first]:
             raise ModelError(
@@ -320,48 +328,11 @@ def _words(tokens: Tokens) -> str:
 
 
 def _asked(bench: Bench) -> dict[str, Any]:
-    """Return all that decides what a result is, as plain JSON; which results there are to be does not."""
+    """Return all that decides a result, as plain JSON; which results there are does not."""
     assert bench.data is not None
     settings, how = asdict(bench.config), asdict(bench.config.tokens(0))
     del settings["r"], settings["batch_size"], how["r"]
     return {"model": next(iter(bench.digests.values())), **bench.data.facts(), "config": settings | how}
-
-
-@dataclass(frozen=True)
-class _TokensJob:
-    """What a process does in one directory; where there is no case, all of them are timed."""
-
-    directory: Path
-    bench: Bench
-
-    def name(self, case: TokensCase | None) -> str:
-        return self.bench.key(case) if case else "time"
-
-    def result(self, case: TokensCase | None) -> Point | Speeds | None:
-        if case:
-            point: Point | None = read_measured(self._file(case), Point)
-            return point
-        speeds: Speeds | None = read_measured(self._file(None), Speeds)
-        return speeds if speeds and all(self.bench.key(case) in speeds for case in self.bench.cases) else None
-
-    def can_begin(self, case: TokensCase | None) -> bool:
-        """Whether nothing is measured meanwhile, where speed is."""
-        return case is not None or all(self._file(case).is_file() for case in self.bench.cases)
-
-    def wait(self, who: str) -> None:
-        self.bench.place.wait(who)
-
-    def take(self, case: TokensCase | None, claim: Claim) -> None:
-        """Do it, and write what came out."""
-        if case:
-            values = asdict(self.bench.measure(case))
-        else:
-            values = {key: asdict(speed) for key, speed in self.bench.time().items()}
-        claim.require_held()
-        keep_json(self._file(case), values)
-
-    def _file(self, case: TokensCase | None) -> Path:
-        return self.directory / POINTS / f"{self.bench.key(case)}.json" if case else self.directory / SPEED
 
 
 def _write(directory: Path, rows: list[TokensRow]) -> None:

@@ -2,11 +2,11 @@
 
 A run directory that processes of one or several machines fill together:
 
-run.json       what was asked for; more models and plans may come later
-models/        a folder for each: what it began as, its training or, until it is done, its features; the model it came
-               to, result.json
-claims/        who works on what
-results.json   all that is done, whoever asked for it; also as results.csv
+run.json       the settings; models and plans may be added later
+models/        a folder for each: the model before, its training or, until it is finished, its features; the model
+               after, result.json
+claims/        which process works on which task
+results.json   all results in the directory; also as results.csv
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import time
 from collections.abc import Collection, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -36,8 +36,8 @@ from hetdpt.data.sources import Data, Source, open_data
 from hetdpt.data.streams import Stream
 from hetdpt.data.subset import Subset, hold_out, subset
 from hetdpt.export.saved import RECIPE, load, require_savable, save
-from hetdpt.flow.collection.work import CLAIMS, Workplace
-from hetdpt.flow.comparison.rows import RIGHT, UNREAD, WRONG, Difference, difference_of
+from hetdpt.flow.comparison.rows import RIGHT, UNREAD, WRONG, Answers, Difference, difference_of
+from hetdpt.flow.execution import Execution
 from hetdpt.flow.recipes import cifar100_transfer
 from hetdpt.flow.resumable import CALIBRATION, pruned, recover_into
 from hetdpt.measurement.accuracy import BATCH, evaluate
@@ -45,11 +45,10 @@ from hetdpt.measurement.costs import Costs
 from hetdpt.measurement.intervals import wilson_interval
 from hetdpt.report.observation import spell
 from hetdpt.report.tokens import write_csv
-from hetdpt.store.atomic import keep_json, write_json, written
-from hetdpt.store.queue import Claim, Job, work
+from hetdpt.store.atomic import write_json, written
+from hetdpt.store.jobs import Finished, Guard, Task, read_result
 from hetdpt.store.run_directory import share
 from hetdpt.studies.features import Features, heads_in, take_features, with_classifier_
-from hetdpt.studies.observe import read_measured
 from hetdpt.studies.probe import STRENGTHS, LinearProbe, choose_strength, fit_probe
 from hetdpt.surgery.merge import merge_
 from hetdpt.surgery.record import record_of
@@ -60,18 +59,19 @@ MODELS, RESULT, RESULTS, TABLE = "models", "result.json", "results.json", "resul
 START, FEATURES, PROBED, TRAINING, LAST = "start", "features", "model", "training", "last"
 Mode = Literal["probe", "finetune"]
 MODES = ("probe", "finetune")
+SPLITS = {"train": "training", "val": "validation"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class TransferConfig:
-    """What is learnt on the other images, and from how many of them."""
+    """What is learned on the other images, and from how many of them."""
 
     mode: Mode
     """``probe``: a linear classifier on features that stay as they are; ``finetune``: all weights and a fresh head."""
     recovery: RecoverConfig = field(default_factory=lambda: cifar100_transfer().config)
-    """How all weights are trained. A probe takes its seed and its part of the training images alone."""
+    """How all weights are trained. A probe uses only its seed and its part of the training images."""
     strengths: tuple[float, ...] = STRENGTHS
-    """Of the penalty of a probe: those among which images that are held out decide."""
+    """Of the penalty of a probe; held-out training images decide among them."""
     calibration: int = CALIBRATION
     """Training images on which the replacements of a plan are fitted."""
     batch_size: int = BATCH
@@ -102,7 +102,7 @@ class TransferConfig:
 
 @dataclass(frozen=True)
 class TransferCase:
-    """A model, and the plan by which it first loses layers."""
+    """A model, and the plan of the layers to remove from it first."""
 
     name: str
     model: nn.Module
@@ -112,11 +112,16 @@ class TransferCase:
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What a case came to."""
+class Transferred:
+    """The result of a case."""
 
+    name: str
+    removed: Budget
+    """The layers that the model lacks: removed before, and by the plan."""
+    removal: str | None
+    """What the layers of the plan were replaced by; None without a plan."""
     answers: str
-    """Of each validation image whether it was right, as ``RIGHT``, ``WRONG`` and ``UNREAD``."""
+    """For each validation image whether the answer was right, as ``RIGHT``, ``WRONG`` and ``UNREAD``."""
     training_images: int
     macs: int
     """Of one image, merged, with the new head."""
@@ -126,17 +131,13 @@ class Outcome:
     device: str
     dtype: str
     batch: int
-    """Images per step of the training; of a probe, images at once where features were taken."""
+    """Images per step of the training; of a probe, images at once where features were computed."""
     seconds: float
-    """Since a process last began with it."""
+    """Since a process last started with it."""
     epochs: int | None = None
     """Of the training; None for a probe."""
     strength: float | None = None
     """Of the penalty of a probe."""
-
-    @property
-    def right(self) -> int:
-        return self.answers.count(RIGHT)
 
     @property
     def images(self) -> int:
@@ -146,62 +147,35 @@ class Outcome:
     @property
     def top1(self) -> float:
         """In percent."""
-        return 100 * self.right / self.images
+        return 100 * self.answers.count(RIGHT) / self.images
 
+    def row(self, difference: Difference | None, saved: str | None) -> dict[str, Any]:
+        """Return it flat, as plain JSON.
 
-@dataclass(frozen=True)
-class Entry:
-    """What is written of a case that is done."""
-
-    name: str
-    removed: Budget
-    """The layers that the model has lost, before and by the plan."""
-    removal: str | None
-    """What the layers of the plan left behind; None where there is no plan."""
-    outcome: Outcome
-
-
-@dataclass(frozen=True)
-class TransferRow:
-    """All that is known of a case."""
-
-    entry: Entry
-    difference: Difference | None
-    """To the first model, paired over images; None for itself."""
-    saved: str | None
-    """Where in the run directory the model lies that it came to; None where a probe is no head of it."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return it flat, as plain JSON."""
-        entry, outcome, gap = self.entry, self.entry.outcome, self.difference
-        low, high = wilson_interval(outcome.right, outcome.images)
-        measured = asdict(outcome)
-        del measured["answers"]
+        ``difference`` is to the first model, paired over images; ``saved`` where in the run directory the model is.
+        """
+        low, high = wilson_interval(self.answers.count(RIGHT), self.images)
+        measured = asdict(self)
+        for name in ("name", "removed", "removal", "answers"):
+            del measured[name]
         return {
-            "model": entry.name,
-            **asdict(entry.removed),
-            "removal": entry.removal,
-            "top1": outcome.top1,
+            "model": self.name,
+            **asdict(self.removed),
+            "removal": self.removal,
+            "top1": self.top1,
             "low": low,
             "high": high,
-            "images": outcome.images,
-            "unreadable": len(outcome.answers) - outcome.images,
-            "difference": gap.value if gap else None,
-            "difference_low": gap.low if gap else None,
-            "difference_high": gap.high if gap else None,
+            "images": self.images,
+            "unreadable": len(self.answers) - self.images,
+            "difference": difference.value if difference else None,
+            "difference_low": difference.low if difference else None,
+            "difference_high": difference.high if difference else None,
             **measured,
-            "saved": self.saved,
+            "saved": saved,
         }
 
 
-@dataclass(frozen=True)
-class TransferDone:
-    """A case that is done."""
-
-    case: TransferCase
-    result: Outcome
-    is_own: bool
-    """Whether this process did it, now."""
+TransferDone = Finished[TransferCase, Transferred]
 
 
 def transfer_into(
@@ -210,29 +184,31 @@ def transfer_into(
     data: str | Data,
     config: TransferConfig,
     plans: Mapping[str, Plan] | None = None,
-    place: Workplace | None = None,
+    execution: Execution | None = None,
 ) -> Iterator[TransferDone]:
-    """Let each of ``models`` learn the classes of ``data``, and yield what it came to once that is on disk.
+    """Let each of ``models`` learn the classes of ``data``, and yield every result once it is on disk.
 
     The first is compared to all others, and is also taken once with each of ``plans``, whose replacements are fitted on
-    training images of ``data``. Called again it goes on where it was killed; with other models beside the first, or
-    other plans, it does those that are new. Called by several processes, with one ``directory`` that all of them see,
-    each takes what nobody works on. The results are of all that is done in the directory then.
+    training images of ``data``. Called again, it resumes where it was killed; other models beside the first, or other
+    plans, are added to the results. Several processes may share one ``directory`` that all of them see: each takes the
+    next task that no other works on.
     """
-    directory, place = Path(directory), place or Workplace()
-    place.require_alone(config.recovery.training.precision, "models are transferred")
+    directory, execution = Path(directory), execution or Execution()
+    execution.require_alone(config.recovery.training.precision, "models are transferred")
     opened = _chosen(data if isinstance(data, Data) else open_data(data), config)
     cases = _cases(models, plans or {}, config)
-    _require_learnable(models.values(), opened, config, place.device)  # before anything is written
+    _require_learnable(models.values(), opened, config, execution.device)  # before anything is written
     share(directory, _asked(cases[0], opened, config))
-    job: Job[TransferCase, Outcome] = _TransferJob(directory, opened, config, place)
-    for found in work(directory / CLAIMS, cases, job):
-        yield TransferDone(*found)
+    job = _TransferJob(directory, opened, config, execution)
+    tasks = [job.task(case, f"{number} of {len(cases)}: {case.name}") for number, case in enumerate(cases, 1)]
+    for done in execution.run(directory, tasks):
+        shutil.rmtree(job.folder(done.subject) / FEATURES, ignore_errors=True)
+        yield done
     _write(directory, config.mode, cases)
 
 
 def _chosen(data: Data, config: TransferConfig) -> Data:
-    """Return the data with the training images that are asked for; ``DataError`` where it has not what is needed."""
+    """Return the data with the part of the training images to use; ``DataError`` if a split is missing."""
     for split in (data.train, data.val):
         if split is None:
             raise DataError("transfer needs images to learn from and others to measure on; open the data with both")
@@ -265,9 +241,9 @@ def held_out(data: Data) -> Tensor:
 
 
 def _cases(models: Mapping[str, nn.Module], plans: Mapping[str, Plan], config: TransferConfig) -> list[TransferCase]:
-    """Return all there is to do, the first model first; a plan that does not fit is refused."""
+    """Return all cases, the first model first; a plan that does not fit raises."""
     if not models:
-        raise MeasureError("there is no model to transfer; give one or more, such as {'dense': model}")
+        raise MeasureError("no model was given; give one or more, such as {'dense': model}")
     digests = {name: fingerprint(model)[:12] for name, model in models.items()}
     if len(set(digests.values())) < len(models):
         raise MeasureError(f"{' and '.join(models)} are not all different models; give each once")
@@ -285,7 +261,7 @@ def _cases(models: Mapping[str, nn.Module], plans: Mapping[str, Plan], config: T
 
 
 def _require_learnable(models: Collection[nn.Module], data: Data, config: TransferConfig, device: str | None) -> None:
-    """Raise what there is to say against letting ``models`` learn the classes of ``data`` as ``config`` says."""
+    """Raise unless ``models`` can learn the classes of ``data`` as ``config`` says."""
     for model in models:
         preprocessing_of(model)
     students = list[nn.Module]()
@@ -300,14 +276,14 @@ def _require_learnable(models: Collection[nn.Module], data: Data, config: Transf
     if config.mode == "probe":
         held_out(data)
         return
-    # the first thing to come is the model before training
+    # the first epoch to be yielded is the model before training
     next(recover(deepcopy(students[0]), None, data, config.training, device=device, evaluates=False))
 
 
 def _asked(first: TransferCase, data: Data, config: TransferConfig) -> dict[str, Any]:
-    """Return all that decides what a result is, as plain JSON; which results there are to be does not.
+    """Return all that decides a result, as plain JSON; which results there are does not.
 
-    What differs first is what a user is told, so that a part of the images comes before how many they are.
+    A user is told the first difference, so the part of the images comes before their number.
     """
     settings: dict[str, Any] = asdict(config.recovery)
     if config.mode == "probe":
@@ -318,88 +294,73 @@ def _asked(first: TransferCase, data: Data, config: TransferConfig) -> dict[str,
 
 @dataclass(frozen=True)
 class _TransferJob:
-    """What a process does in one directory, and with what."""
+    """The tasks of one directory, and what they are done with."""
 
     directory: Path
     data: Data
     config: TransferConfig
-    place: Workplace
+    execution: Execution
 
-    def name(self, case: TransferCase) -> str:
-        return case.key
+    def task(self, case: TransferCase, title: str) -> Task[TransferCase, Transferred]:
+        make = partial(self._transfer, case, title)
+        return Task.to_file(case.key, case, self.folder(case) / RESULT, Transferred, make)
 
-    def result(self, case: TransferCase) -> Outcome | None:
-        found: Entry | None = read_measured(self._folder(case) / RESULT, Entry)
-        return found.outcome if found else None
+    def folder(self, case: TransferCase) -> Path:
+        return self.directory / MODELS / case.key
 
-    def can_begin(self, case: TransferCase) -> bool:
-        return True
-
-    def wait(self, who: str) -> None:
-        self.place.wait(who)
-
-    def take(self, case: TransferCase, claim: Claim) -> None:
-        """Do it, and write what came out."""
-        folder = self._folder(case)
-        folder.mkdir(parents=True, exist_ok=True)
+    def _transfer(self, case: TransferCase, title: str, guard: Guard) -> Transferred:
+        self.folder(case).mkdir(parents=True, exist_ok=True)
         begun, model = time.monotonic(), self._begin(case)
         learn = self._probe if self.config.mode == "probe" else self._finetune
-        outcome = learn(case, model, claim)
-        claim.require_held()
-        entry = _entry(case, replace(outcome, seconds=time.monotonic() - begun))
-        keep_json(folder / RESULT, asdict(entry))
-        shutil.rmtree(folder / FEATURES, ignore_errors=True)
-
-    def _folder(self, case: TransferCase) -> Path:
-        return self.directory / MODELS / case.key
+        return replace(learn(case, title, model, guard), seconds=time.monotonic() - begun)
 
     @cached_property
     def _device(self) -> torch.device:
-        return find_device(self.place.device)
+        return find_device(self.execution.device)
 
     def _begin(self, case: TransferCase) -> nn.Module:
-        """Return the model that a case begins with, on the device; replacements are fitted once, and then loaded."""
-        plan, start = case.plan, self._folder(case) / START
+        """Return the model that a case starts with, on the device; replacements are fitted once, and then loaded."""
+        plan, start = case.plan, self.folder(case) / START
         if plan is not None and plan.fitted and (start / RECIPE).is_file():
             return load(start).to(self._device)
         model = deepcopy(case.model).to(self._device)
         if plan is None:
             return model
         images = self.config.calibration
-        model = pruned(model, plan, self.data, images, self.config.seed, self.place.workers)
+        model = pruned(model, plan, self.data, images, self.config.seed, self.execution.workers)
         if plan.fitted:
             save(deepcopy(model).cpu(), start, overwrite=True)
         return model
 
-    def _probe(self, case: TransferCase, model: nn.Module, claim: Claim) -> Outcome:
+    def _probe(self, case: TransferCase, title: str, model: nn.Module, guard: Guard) -> Transferred:
         """Fit a probe to the features of the training images, and save the model with it as its head."""
         model = merge_(model)
-        train, val = (self._features(case, split, model, claim) for split in ("train", "val"))
+        train, val = (self._features(case, title, split, model, guard) for split in ("train", "val"))
         values, labels = train.values[train.is_read].to(self._device), train.labels[train.is_read].to(self._device)
-        classes, stage = self.data.num_classes, self.place.stage(f"{case.name}: choosing the strength of the probe")
+        classes, stage = self.data.num_classes, self.execution.stage(f"{title}, choosing the penalty of the probe")
         is_held = held_out(self.data)[train.is_read].to(self._device)
         trials = choose_strength(values, labels, is_held, classes, self.config.strengths, stage)
         probe = fit_probe(values, labels, classes, trials[0].strength)
-        self._keep(case, model, probe, claim)
+        self._keep(case, model, probe, guard)
         right = probe.logits(val.values).argmax(1).cpu() == val.labels
         marks = ((RIGHT if hit else WRONG) if read else UNREAD for hit, read in zip(right, val.is_read, strict=True))
         return replace(
-            self._outcome(model, "".join(marks), values.shape[1]),
+            self._measured(case, model, "".join(marks), values.shape[1]),
             training_images=len(labels),
             batch=self.config.batch_size,
             strength=probe.strength,
         )
 
-    def _features(self, case: TransferCase, split: str, model: nn.Module, claim: Claim) -> Features:
+    def _features(self, case: TransferCase, title: str, split: str, model: nn.Module, guard: Guard) -> Features:
         return take_features(
-            self._folder(case) / FEATURES,
+            self.folder(case) / FEATURES,
             split,
             model,
             self._images(split),
             batch_size=self.config.batch_size,
-            workers=self.place.workers,
-            progress=self.place.stage(f"{case.name}: features of {split}"),
-            before_write=claim.require_held,
+            workers=self.execution.workers,
+            progress=self.execution.stage(f"{title}, computing features of {SPLITS[split]} images"),
+            before_write=guard,
         )
 
     def _images(self, split: str) -> Source:
@@ -408,59 +369,57 @@ class _TransferJob:
         assert not isinstance(images, Stream)
         return images
 
-    def _keep(self, case: TransferCase, model: nn.Module, probe: LinearProbe, claim: Claim) -> None:
+    def _keep(self, case: TransferCase, model: nn.Module, probe: LinearProbe, guard: Guard) -> None:
         """Save ``model`` with the probe as its head; nothing where it can have none."""
         heads = heads_in(model)
         try:
             made = with_classifier_(deepcopy(model).cpu(), heads, probe.weight.cpu(), probe.bias.cpu())
-        except ModelError:  # of what it has no place for
+        except ModelError:  # it has no place for a head
             return
-        claim.require_held()
-        save(made, self._folder(case) / PROBED, overwrite=True)
+        guard()
+        save(made, self.folder(case) / PROBED, overwrite=True)
 
-    def _finetune(self, case: TransferCase, model: nn.Module, claim: Claim) -> Outcome:
+    def _finetune(self, case: TransferCase, title: str, model: nn.Module, guard: Guard) -> Transferred:
         """Train all weights with a fresh head, and measure the model of the last epoch."""
-        heads, seed, place = heads_in(model), self.config.seed, self.place
-        student, folder = with_head_(model, self.data.num_classes, heads, seed), self._folder(case) / TRAINING
+        heads, seed, execution = heads_in(model), self.config.seed, self.execution
+        student, folder = with_head_(model, self.data.num_classes, heads, seed), self.folder(case) / TRAINING
         epochs = recover_into(
             folder,
             student,
             None,
             self.data,
             self.config.training,
-            device=place.device,
-            workers=place.workers,
-            minutes=place.minutes,
-            watch=place.watcher(f"{case.name}: fine-tuning"),
+            device=execution.device,
+            workers=execution.workers,
+            minutes=execution.minutes,
+            watch=execution.watcher(f"{title}, fine-tuning"),
         )
         for _ in epochs:
-            claim.require_held()
+            guard()
         last = load(folder / LAST).to(self._device)
-        marks = [UNREAD] * len(self._images("val"))
-
-        def add(indices: Tensor, is_right: Tensor) -> None:
-            for index, hit in zip(indices.tolist(), is_right.tolist(), strict=True):
-                marks[index] = RIGHT if hit else WRONG
-
+        answers = Answers(self.data)
         evaluate(
             last,
             self.data,
             batch_size=self.config.batch_size,
-            workers=place.workers,
-            progress=place.stage(f"{case.name}: evaluating"),
-            each=add,
+            workers=execution.workers,
+            progress=execution.stage(f"{title}, evaluating"),
+            each=answers.add,
         )
         training = self.config.recovery.training
         width = sum(last.get_submodule(path).in_features for path in heads_in(last))  # type: ignore[misc]
         return replace(
-            self._outcome(last, "".join(marks), width),
+            self._measured(case, last, answers.text or "", width),
             training_images=len(self._images("train")),
             batch=training.images_per_update(),
             epochs=training.epochs,
         )
 
-    def _outcome(self, model: nn.Module, answers: str, width: int) -> Outcome:
+    def _measured(self, case: TransferCase, model: nn.Module, answers: str, width: int) -> Transferred:
         """Return what is known of a merged ``model``, whether it has its new head or not."""
+        record, plan = record_of(case.model), case.plan or Plan()
+        before = record.plan if record else Plan()  # the plan may name layers that were removed before
+        removed = Budget(*(len({*getattr(before, kind), *getattr(plan, kind)}) for kind in KINDS))
         classes, size = self.data.num_classes, input_size_of(model)
         weight = next(model.parameters())
         body, heads = deepcopy(model), heads_in(model)
@@ -468,7 +427,10 @@ class _TransferJob:
             with_head_(body, classes, heads)
         costs = Costs.of(body, size)
         layer = 0 if heads else width * classes  # of a model that has no head, beside it
-        return Outcome(
+        return Transferred(
+            name=case.name,
+            removed=removed,
+            removal=spell(plan.removal) if case.plan else None,
             answers=answers,
             training_images=0,
             macs=costs.macs + layer,
@@ -481,39 +443,31 @@ class _TransferJob:
         )
 
 
-def _entry(case: TransferCase, outcome: Outcome) -> Entry:
-    """Return what is to be written; a plan may name layers that the model has lost already."""
-    record = record_of(case.model)
-    before, own = record.plan if record else Plan(), case.plan or Plan()
-    attention, activation = (len({*getattr(before, kind), *getattr(own, kind)}) for kind in KINDS)
-    return Entry(case.name, Budget(attention, activation), spell(own.removal) if case.plan else None, outcome)
-
-
 def _write(directory: Path, mode: str, cases: list[TransferCase]) -> None:
-    """Write all that is done, again if there is more by then: others write it too."""
-    found: dict[str, Entry] = {}
-    while (now := _entries(directory)) != found:
+    """Write all results, again if there are more by then: others write them too."""
+    found: dict[str, Transferred] = {}
+    while (now := _finished(directory)) != found:
         found = now
-        values = [row.to_dict() for row in _rows(directory, cases, found)]
+        values = _rows(directory, cases, found)
         write_json(directory / RESULTS, {"mode": mode, "rows": values})
         with written(directory / TABLE) as scratch:
             write_csv(values, scratch)
 
 
-def _entries(directory: Path) -> dict[str, Entry]:
-    """Return what is done, by the name of its folder."""
-    return {file.parent.name: read_measured(file, Entry) for file in (directory / MODELS).glob(f"*/{RESULT}")}
+def _finished(directory: Path) -> dict[str, Transferred]:
+    """Return the results in ``directory``, by the name of their folder."""
+    return {file.parent.name: read_result(file, Transferred) for file in (directory / MODELS).glob(f"*/{RESULT}")}
 
 
-def _rows(directory: Path, cases: list[TransferCase], found: Mapping[str, Entry]) -> list[TransferRow]:
-    """Return a row for each that is done: ``cases`` as they are called now, then the others by name."""
+def _rows(directory: Path, cases: list[TransferCase], found: Mapping[str, Transferred]) -> list[dict[str, Any]]:
+    """Return a row for each result: ``cases`` by their present names, then the others in the order of theirs."""
     asked = {case.key: replace(found[case.key], name=case.name) for case in cases}
-    others = sorted((entry.name, key) for key, entry in found.items() if key not in asked)
-    first, rows = cases[0].key, list[TransferRow]()
-    for key, entry in {**asked, **{key: found[key] for _, key in others}}.items():
-        pair = entry.outcome.answers, found[first].outcome.answers
+    others = sorted((one.name, key) for key, one in found.items() if key not in asked)
+    first, rows = cases[0].key, list[dict[str, Any]]()
+    for key, one in {**asked, **{key: found[key] for _, key in others}}.items():
+        pair = one.answers, found[first].answers
         difference = difference_of([pair]) if key != first else None
         places = (f"{MODELS}/{key}/{place}" for place in (PROBED, f"{TRAINING}/{LAST}"))
         saved = next((place for place in places if (directory / place / RECIPE).is_file()), None)
-        rows.append(TransferRow(entry, difference, saved))
+        rows.append(one.row(difference, saved))
     return rows

@@ -1,11 +1,11 @@
-"""The steps of a collection as a tree: a step begins from the model its parent came to. Chains that begin alike share
-steps. No files here."""
+"""The steps of a collection as a tree: a step starts from the model its parent ended with. Chains that start alike
+share steps. No files here."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hetdpt.core.plan import Budget, Kind
+from hetdpt.core.plan import KINDS, Budget, Kind
 from hetdpt.selection.predictor.samples import Chain
 
 DENSE = "dense"
@@ -14,24 +14,33 @@ LETTERS = {"attention": "a", "activation": "g"}  # as in the paper's m^a and m^g
 
 @dataclass(frozen=True)
 class SampleNode:
-    """A step of the tree, taken or not."""
+    """A step of the tree.
+
+    >>> print(SampleNode("aag", "aa", ("attention", "attention", "activation"), ("activation",)))
+    2 attention layers and 1 activation layer removed
+    """
 
     key: str
-    """``dense``, or a letter for each layer that is gone: ``aag``."""
+    """``dense``, or a letter for each removed layer: ``aag``."""
     parent: str | None
     kinds: tuple[Kind, ...]
-    """Of all layers that are gone then, in order."""
+    """Of all layers removed by then, in order."""
     new: tuple[Kind, ...]
-    """Of those that go in this step."""
+    """Of those removed in this step."""
 
     @property
     def chain(self) -> str:
         """The first of the chains that has this step."""
         return chain_of(self.kinds)
 
+    def __str__(self) -> str:
+        counts = ((kind, self.kinds.count(kind)) for kind in KINDS)
+        removed = [f"{count} {kind} layer{'s' if count > 1 else ''}" for kind, count in counts if count]
+        return f"{' and '.join(removed)} removed" if removed else "the dense model"
+
 
 def tree_of(chains: dict[Chain, tuple[Kind, ...]]) -> dict[str, SampleNode]:
-    """Return the steps of ``chains`` by their keys, each after the one it begins from.
+    """Return the steps of ``chains`` by their keys, each after the one it starts from.
 
     >>> list(tree_of({"attention": ("attention",) * 2, "interleaved": ("attention", "activation")}))
     ['dense', 'a', 'aa', 'ag']
@@ -47,7 +56,7 @@ def tree_of(chains: dict[Chain, tuple[Kind, ...]]) -> dict[str, SampleNode]:
 
 
 def chain_of(kinds: tuple[Kind, ...]) -> str:
-    """Return the first of the chains that takes layers of these kinds."""
+    """Return the first of the chains that removes layers of these kinds."""
     if not kinds:
         return DENSE
     return kinds[0] if len(set(kinds)) == 1 else "interleaved"

@@ -2,15 +2,15 @@
 
 A run directory that processes of one or several machines fill together:
 
-run.json        what was asked for; more layers, methods and seeds may come later
+run.json        the settings; layers, methods and seeds may be added later
 samples/        a directory of hetdpt collect, for the methods whose budget is split by the predictor
-plans/          the layers that each method chose, and by what scores
+plans/          the layers that each method chose, and their scores
 models/         a fine-tuning for each plan and seed: its numbers, and which images its model gets right
 dense.json      the same of the dense model
-speed.json      how fast the models are, measured when all else is done
-results.json    all of it, and what it sums up to; results.csv has the rows, comparison.png accuracy against speedup
-searches/       checkpoints of searches that are not done
-claims/         who works on what
+speed.json      how fast the models are, measured when all else is finished
+results.json    all results and a summary; results.csv has the rows, comparison.png accuracy against speedup
+searches/       checkpoints of unfinished searches
+claims/         which process works on which task
 
 The validation images decide nothing: layers are chosen on training images, and an accuracy is that of the last epoch,
 not of the best. Where samples are collected here, they are measured on a fifth of the training images, held out for it.
@@ -32,11 +32,10 @@ from hetdpt.core.plan import Budget, Plan
 from hetdpt.data.sources import Data, open_data
 from hetdpt.data.subset import hold_out
 from hetdpt.flow.collection.collect import collect_into
-from hetdpt.flow.collection.work import SampleDone as Sampled
-from hetdpt.flow.collection.work import Workplace
-from hetdpt.flow.comparison.rows import RESULTS, DenseModel, MethodComparison, summarise
-from hetdpt.flow.comparison.rows import ComparisonRow as Compared
+from hetdpt.flow.collection.work import SampleDone
+from hetdpt.flow.comparison.rows import RESULTS, ComparisonRow, DenseModel, MethodComparison, summarise
 from hetdpt.flow.comparison.work import Cell, ComparisonDone, ComparisonJob, plan_key
+from hetdpt.flow.execution import Execution
 from hetdpt.report.comparison import draw, write_csv
 from hetdpt.selection.methods import METHODS, method_called
 from hetdpt.selection.predictor.polynomial import Row
@@ -61,7 +60,7 @@ class CompareConfig:
     """What is compared, and how."""
 
     layers: tuple[int, ...]
-    """How many layers go: every method chooses for each of these."""
+    """Numbers of layers to remove: every method chooses for each of these."""
     methods: tuple[str, ...] = tuple(METHODS)
     """Names from ``METHODS``."""
     seeds: int = 1
@@ -85,7 +84,7 @@ class CompareConfig:
             raise PlanError(f"seeds is {self.seeds}; 1 or more was expected")
         if self.collection is not None and self.collection.removal != self.selection.removal:
             raise PlanError(
-                f"accuracy would be sampled with removal {self.collection.removal!r}, but layers are to go with "
+                f"accuracy would be sampled with removal {self.collection.removal!r}, but layers removed with "
                 f"{self.selection.removal!r}; use the same for both"
             )
 
@@ -106,21 +105,21 @@ def compare_into(
     model: nn.Module,
     data: str | Data,
     config: CompareConfig,
-    place: Workplace | None = None,
+    execution: Execution | None = None,
     *,
     samples: Sequence[Row] | None = None,
-) -> Iterator[ComparisonDone | Sampled]:
+) -> Iterator[ComparisonDone | SampleDone]:
     """Let every method choose layers of ``model``, fine-tune all of them alike, and yield every task once on disk.
 
-    Called again it goes on where it was killed; with more layers, methods or seeds it adds to what is there. Called by
-    several processes, with one ``directory`` that all of them see, each takes the next task that nobody works on.
+    Called again, it resumes where it was killed; more layers, methods or seeds are added to the results. Several
+    processes may share one ``directory`` that all of them see: each takes the next task that no other works on.
     Methods that choose the same layers share one fine-tuning. ``MethodComparison.read(directory)`` returns the results.
 
     ``samples`` of accuracy decide how the predictor splits budgets. Without them they are collected first, measured on
     a part of the training images that is held out, so that the validation images decide nothing.
     """
-    directory, place = Path(directory), place or Workplace()
-    place.require_alone(config.recovery.training.precision, "methods are compared")
+    directory, execution = Path(directory), execution or Execution()
+    execution.require_alone(config.recovery.training.precision, "methods are compared")
     opened = data if isinstance(data, Data) else open_data(data)
     place_(clone(model).eval(), Plan(removal=config.selection.removal))  # one pruned otherwise is refused
     dense = ready(model, config.selection.removal)  # knows its sites, which are then looked for but once
@@ -132,16 +131,16 @@ def compare_into(
     held = hold_out(opened) if is_split and samples is None else None
     if held and config.collection is None:
         raise PredictError("a method that splits a budget needs samples of accuracy; give samples, or how to collect")
-    share(directory, _asked(model, opened, config, place, samples))
-    dense.to(find_device(place.device))
+    share(directory, _asked(model, opened, config, execution, samples))
+    dense.to(find_device(execution.device))
     if held and config.collection:
         layers = max(config.layers)
-        for step in collect_into(directory / SAMPLES, dense, held, config.collection, place, layers=layers):
-            sampled.append(step.step.sample)
+        for step in collect_into(directory / SAMPLES, dense, held, config.collection, execution, layers=layers):
+            sampled.append(step.result.sample)
             yield step
     splits = split_layers(dense, sampled, config.layers, config.selection.removal) if is_split else {}
-    job = ComparisonJob(directory, dense, opened, config.selection, config.recovery, place, cells, splits)
-    yield from job.work()
+    job = ComparisonJob(directory, dense, opened, config.selection, config.recovery, execution, cells, splits)
+    yield from job.run()
     notes = [*_missing(config, offered), *([GIVEN] if is_split and samples is not None else ())]
     _write(directory, _compared(job, notes))
 
@@ -160,7 +159,7 @@ def _is_split(method: str) -> bool:
 
 
 def _most(method: str, offered: Budget) -> int:
-    """Return how many layers ``method`` can take."""
+    """Return how many layers ``method`` can remove."""
     counts = asdict(offered)
     only = method_called(method).only
     return counts[only] if only else sum(counts.values())
@@ -170,51 +169,50 @@ def _require_some(cells: Sequence[Cell], config: CompareConfig, offered: Budget)
     for layers in config.layers:
         if not any(cell.layers == layers for cell in cells):
             raise PlanError(
-                f"{layers} layers are to go, but this model has {offered.attention} attention and "
-                f"{offered.activation} activation layers that can go with removal {config.selection.removal!r}; "
-                "ask for fewer"
+                f"{layers} layers are to be removed, but with removal {config.selection.removal!r} this model has only "
+                f"{offered.attention} attention and {offered.activation} activation layers to remove; ask for fewer"
             )
 
 
 def _asked(
-    model: nn.Module, data: Data, config: CompareConfig, place: Workplace, samples: Sequence[Row] | None
+    model: nn.Module, data: Data, config: CompareConfig, execution: Execution, samples: Sequence[Row] | None
 ) -> dict[str, Any]:
-    """Return all that decides what a row is, as plain JSON; which rows there are to be does not."""
+    """Return all that decides a row, as plain JSON; which rows there are does not."""
     settings = asdict(config)
     del settings["layers"], settings["methods"], settings["seeds"]
     return {
         "model": fingerprint(model),
-        **data.facts(place.workers),
+        **data.facts(execution.workers),
         "config": settings,
         "samples": plain_rows(samples) if samples else None,
-        "batch": place.batch,
+        "batch": execution.batch,
     }
 
 
 def _missing(config: CompareConfig, offered: Budget) -> Iterator[str]:
-    """Yield a sentence for each row that there cannot be."""
+    """Yield a sentence for each row that is impossible."""
     for layers in config.layers:
         for method in config.methods:
             if layers > (most := _most(method, offered)):
                 only = method_called(method).only
-                yield f"{method} has no row for {layers} layers: this model has {most} {only} layers that can go"
+                yield f"{method} has no row for {layers} layers: this model has {most} removable {only} layers"
 
 
 def _compared(job: ComparisonJob, notes: Sequence[str]) -> MethodComparison:
-    """Return what all that is done in the directory comes to, also what was asked for at other times."""
+    """Return the results of all that is finished in the directory, those of earlier calls included."""
     dense, timed = job.trained(None), job.timed()
     assert dense is not None
     assert timed is not None
     order = list(METHODS)
-    rows, answers, warnings = list[Compared](), list[str | None](), list(notes)
-    for cell in sorted(job.every_cell(), key=lambda cell: (cell.layers, order.index(cell.method), cell.seed)):
-        chosen, trained = job.chosen(cell), job.trained(cell)
-        if chosen is None or trained is None or (key := plan_key(chosen.plan)) not in timed.plans:
-            continue  # another process is at it
-        numbers = trained.start, trained.accuracy, chosen.seconds
-        rows.append(Compared(cell.layers, cell.method, cell.seed, chosen.plan, *numbers, timed.plans[key]))
+    rows, answers, warnings = list[ComparisonRow](), list[str | None](), list(notes)
+    for one in sorted(job.every_choice(), key=lambda one: (one.layers, order.index(one.method), one.seed)):
+        trained, key = job.trained(one), plan_key(one.plan)
+        if trained is None or key not in timed.plans:
+            continue  # another process works on it
+        numbers = trained.start, trained.accuracy, one.seconds
+        rows.append(ComparisonRow(one.layers, one.method, one.seed, one.plan, *numbers, timed.plans[key]))
         answers.append(trained.right)
-        warnings += [f"the split of {cell.layers} layers: {warning}" for warning in chosen.warnings]
+        warnings += [f"the split of {one.layers} layers: {warning}" for warning in one.warnings]
     whole = DenseModel(dense.accuracy, dense.images, timed.macs, timed.params, timed.throughput)
     first = min((row.method for row in rows), key=order.index)
     summaries = summarise(rows, answers, whole, first)

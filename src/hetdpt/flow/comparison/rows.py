@@ -9,9 +9,12 @@ from statistics import fmean, stdev
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from hetdpt.core.errors import FileError, first_line
 from hetdpt.core.plan import Plan
+from hetdpt.data.sources import Data
+from hetdpt.data.streams import Stream
 from hetdpt.store.atomic import parse_json
 
 RESULTS = "results.json"
@@ -222,6 +225,25 @@ def summarise(
             )
         )
     return tuple(found)
+
+
+class Answers:
+    """Which validation images of ``data`` a model gets right."""
+
+    def __init__(self, data: Data) -> None:
+        has_no_numbers = data.val is None or isinstance(data.val, Stream)
+        self._found = None if has_no_numbers else [UNREAD] * len(data.val or ())
+
+    def add(self, indices: Tensor, is_right: Tensor) -> None:
+        """Take the answers to some images, as ``evaluate`` gives them."""
+        if self._found is not None:
+            for index, right in zip(indices.tolist(), is_right.tolist(), strict=True):
+                self._found[index] = RIGHT if right else WRONG
+
+    @property
+    def text(self) -> str | None:
+        """One mark per image; None where images have no numbers, as in a stream of shards."""
+        return "".join(self._found) if self._found is not None else None
 
 
 def difference_of(pairs: Sequence[tuple[str | None, str | None]]) -> Difference | None:

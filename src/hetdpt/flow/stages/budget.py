@@ -125,8 +125,7 @@ def collect(task: StageTask) -> Result:
     )
     for done in steps:
         found.append(done)
-        budget = done.step.budget
-        task.note(f"sample {budget.attention}+{budget.activation}: {done.step.accuracy:.2f} %")
+        task.note(f"sample with {done.subject}: {done.result.accuracy:.2f} %")
     return {"samples": [_sample(done) for done in found], "measured_on": measured_on}
 
 
@@ -140,12 +139,12 @@ def held_out(data: Data) -> tuple[Data, str]:
 
 
 def _sample(done: SampleDone) -> dict[str, Any]:
-    step = done.step
+    step = done.result
     return {
         "budget": asdict(step.budget),
         "before": step.before,
         "accuracy": step.accuracy,
-        "chain": done.node.chain,
+        "chain": done.subject.chain,
         "layers": [{"kind": pick.site.kind, "block": pick.site.block, "te": pick.te} for pick in step.picks],
         "seconds": step.seconds,
     }

@@ -16,8 +16,8 @@ from hetdpt.adapters.identity import fingerprint
 from hetdpt.core.errors import TrainError
 from hetdpt.core.modules import find_device
 from hetdpt.data.sources import Data
-from hetdpt.flow.collection.work import Workplace
 from hetdpt.flow.config import RunConfig
+from hetdpt.flow.execution import Execution
 from hetdpt.flow.stages.events import Event
 from hetdpt.selection.predictor.polynomial import Row
 from hetdpt.selection.predictor.rows import plain_rows
@@ -75,9 +75,9 @@ class StageTask:
             )
 
     @cached_property
-    def place(self) -> Workplace:
+    def place(self) -> Execution:
         config = self.config
-        return Workplace(
+        return Execution(
             device=config.device,
             workers=config.workers,
             minutes=config.minutes,
