@@ -27,12 +27,12 @@ from hetdpt.adapters.preprocessing import Preprocessing
 from hetdpt.core.errors import DataError
 from hetdpt.core.randomness import seeded
 from hetdpt.data.augmentation import Augmentation, evaluation_transform, training_transform
-from hetdpt.data.batches import Batch, EvaluationBatches, Share, TrainingBatches
+from hetdpt.data.batches import EvaluationBatches, TrainingBatches
 from hetdpt.data.images import prepared
 from hetdpt.data.sources import Source, check_classes, open_data
 from hetdpt.data.streams import Stream
 from hetdpt.data.subset import balanced_order, subset
-from hetdpt.data.views import in_mode
+from hetdpt.data.views import Batch, Share, in_mode
 
 HALF = (0.5, 0.5, 0.5)
 WANTED = Preprocessing(input_size=(3, 16, 16), mean=HALF, std=HALF, crop_pct=0.9)

@@ -16,9 +16,10 @@ from torch import Tensor
 from hetdpt.adapters.preprocessing import Preprocessing
 from hetdpt.core.errors import DataError, ModelError
 from hetdpt.core.randomness import seeded
-from hetdpt.data.views import Share
+from hetdpt.data.batches import OrderedBatches, RandomBatches
+from hetdpt.data.views import Loading, Share
 from hetdpt.tasks import detector as detector_module
-from hetdpt.tasks.annotated import AnnotatedBatch, AnnotatedEvaluation, AnnotatedTraining, Target
+from hetdpt.tasks.annotated import AnnotatedBatch, Target
 from hetdpt.tasks.average_precision import DetectionScores, Found, average_precision, measure_detection
 from hetdpt.tasks.backbone import Backbone
 from hetdpt.tasks.box_views import BoxView, Objects
@@ -190,7 +191,7 @@ def test_an_image_of_another_size_is_refused_and_a_missing_one_left_out(tmp_path
     source = open_boxes(str(tmp_path), splits=("train",)).train
     assert source is not None
     (tmp_path / "train2017" / "b.png").unlink()
-    batches = [*AnnotatedEvaluation(source, BoxView((16, 32), PLAIN, False), batch_size=2)]
+    batches = [*OrderedBatches(source, BoxView((16, 32), PLAIN, False), Loading(batch_size=2))]
     assert batches[0].targets[0]
     assert not batches[0].targets[1]
     assert batches[0].unreadable == (str(tmp_path / "train2017" / "b.png"),)
@@ -563,8 +564,8 @@ def test_the_loss_falls_and_the_objects_are_found() -> None:
     data = open_boxes("shapes", splits=("val",))
     assert data.val is not None
     view = BoxView((32, 32), PLAIN, False)
-    batch = next(iter(AnnotatedEvaluation(data.val, view, batch_size=2)))
-    two = AnnotatedEvaluation(_First(data.val, 2), view, batch_size=2)
+    batch = next(iter(OrderedBatches(data.val, view, Loading(batch_size=2))))
+    two = OrderedBatches(_First(data.val, 2), view, Loading(batch_size=2))
     with seeded(0):
         model = Detector(make().backbone, data.classes, replace(SMALL, width=32, decoder_layers=2))
     before = measure_detection(model, two, data.val)
@@ -680,13 +681,13 @@ def test_unreadable_images_are_told_and_not_counted(tmp_path: Path) -> None:
         model = Detector(make().backbone, source.classes, SMALL)
     view = BoxView((32, 32), PLAIN, False)
     (tmp_path / "train2017" / "b.png").unlink()
-    scores = measure_detection(model, AnnotatedEvaluation(source, view, batch_size=2), source)
+    scores = measure_detection(model, OrderedBatches(source, view, Loading(batch_size=2)), source)
     assert scores.count == 1
     assert scores.unreadable == (str(tmp_path / "train2017" / "b.png"),)
     assert model.training  # as it was
     (tmp_path / "train2017" / "a.png").unlink()
     with pytest.raises(DataError, match="none of the images can be read, .*a.png first"):
-        measure_detection(model, AnnotatedEvaluation(source, view, batch_size=2), source)
+        measure_detection(model, OrderedBatches(source, view, Loading(batch_size=2)), source)
 
 
 def test_detections_are_the_surest_pairs_of_query_and_class(images: Tensor) -> None:
@@ -734,7 +735,7 @@ def _scores_of_nine(share: Share) -> DetectionScores:
     assert data.val is not None
     with seeded(0):
         model = Detector(make().backbone, data.classes, replace(SMALL, queries=73))  # all places: some box will do
-    batches = AnnotatedEvaluation(_First(data.val, 9), BoxView((32, 32), PLAIN, False), batch_size=1, share=share)
+    batches = OrderedBatches(_First(data.val, 9), BoxView((32, 32), PLAIN, False), Loading(batch_size=1, share=share))
     return measure_detection(model, batches, data.val)
 
 
@@ -761,7 +762,7 @@ def test_two_processes_come_to_what_one_does(tmp_path: Path, images: Tensor, tar
 def test_training_batches_are_made_of_views(images: Tensor) -> None:
     data = open_boxes("shapes", splits=("train",))
     assert data.train is not None
-    batches = AnnotatedTraining(data.train, BoxView((32, 48), PLAIN, True), batch_size=2)
+    batches = RandomBatches(data.train, BoxView((32, 48), PLAIN, True), Loading(batch_size=2))
     one, again = (next(iter(batches.epoch(0))) for _ in range(2))
     assert one.images.shape == (2, 3, 32, 48)
     assert torch.equal(one.images, again.images)

@@ -24,9 +24,11 @@ import hetdpt
 from hetdpt.adapters.preprocessing import Preprocessing
 from hetdpt.core.errors import DataError, TrainError
 from hetdpt.core.randomness import seeded
+from hetdpt.data.batches import OrderedBatches, RandomBatches
+from hetdpt.data.views import Loading
 from hetdpt.export.saved import DEMO_DIRECTORY
 from hetdpt.tasks import shapes
-from hetdpt.tasks.annotated import AnnotatedBatch, AnnotatedEvaluation, AnnotatedSource, AnnotatedTraining
+from hetdpt.tasks.annotated import AnnotatedBatch, AnnotatedSource
 from hetdpt.tasks.backbone import Backbone
 from hetdpt.tasks.learning import LearnConfig, build, learn
 from hetdpt.tasks.mask_views import MaskAugmentation
@@ -450,8 +452,8 @@ def test_settings_that_cannot_be_are_refused(settings: dict[str, Any], sentence:
 def test_a_segmenter_learns_two_drawings_by_heart() -> None:
     source, still = DrawnMasks(0, 2, 32), MaskAugmentation(scale=(1, 1), hflip=0, distortion=0)
     model = segmenter(classes=source.classes).train()
-    training = AnnotatedTraining(source, MaskView((32, 32), WANTED, True, still), batch_size=2)
-    validation = AnnotatedEvaluation(source, MaskView((32, 32), WANTED, False), batch_size=2)
+    training = RandomBatches(source, MaskView((32, 32), WANTED, True, still), Loading(batch_size=2))
+    validation = OrderedBatches(source, MaskView((32, 32), WANTED, False), Loading(batch_size=2))
     before = measure_segmentation(model, validation, source)
     optimizer, losses = torch.optim.AdamW(model.parameters(), lr=3e-3), []
     for epoch in range(40):
@@ -484,7 +486,7 @@ class Told(nn.Module):
 def scored(folder: Path, shift: int = 0, size: tuple[int, int] = (8, 12)) -> OverlapScores:
     source = val_of(folder)
     return measure_segmentation(
-        Told(3, shift), AnnotatedEvaluation(source, MaskView(size, WANTED, False), batch_size=2), source
+        Told(3, shift), OrderedBatches(source, MaskView(size, WANTED, False), Loading(batch_size=2)), source
     )
 
 
@@ -500,7 +502,7 @@ def test_a_model_that_knows_all_has_100_and_one_that_knows_nothing_0(plain: Path
 def test_scores_are_of_the_pixels_of_the_file_whatever_the_canvas(plain: Path) -> None:
     """At three times the size and with a border, only pixels at the edges of the bands are in doubt."""
     assert scored(plain, size=(40, 36)).miou > 90
-    batches = AnnotatedEvaluation(val_of(plain), MaskView((40, 36), WANTED, False), batch_size=2)
+    batches = OrderedBatches(val_of(plain), MaskView((40, 36), WANTED, False), Loading(batch_size=2))
     [batch] = batches
     assert [tuple(classes.shape) for classes in segment(Told(3), batch)] == [(8, 12), (8, 12)]
 
@@ -540,7 +542,7 @@ class Twins:
 
 def test_whether_any_image_can_be_read_does_not_depend_on_names() -> None:
     def score(source: Twins) -> OverlapScores:
-        batches = AnnotatedEvaluation(source, MaskView((8, 8), WANTED, False), batch_size=2)
+        batches = OrderedBatches(source, MaskView((8, 8), WANTED, False), Loading(batch_size=2))
         return measure_segmentation(Told(2), batches, source)
 
     assert score(Twins(1)).unreadable == ("twin",)
@@ -615,14 +617,15 @@ import sys, torch, torch.distributed as dist
 sys.path.insert(0, "tests")
 from pathlib import Path
 from test_segmentation import Told, WANTED, val_of
-from hetdpt.tasks.annotated import AnnotatedEvaluation
+from hetdpt.data.batches import OrderedBatches, RandomBatches
+from hetdpt.data.views import Loading
 from hetdpt.data.views import Share
 from hetdpt.tasks.masks import MaskView
 from hetdpt.tasks.overlap import measure_segmentation
 rank, folder = int(sys.argv[1]), Path(sys.argv[2])
 dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
 source = val_of(folder)
-batches = AnnotatedEvaluation(source, MaskView((8, 12), WANTED, False), batch_size=1, share=Share(rank, 2))
+batches = OrderedBatches(source, MaskView((8, 12), WANTED, False), Loading(batch_size=1, share=Share(rank, 2)))
 print(measure_segmentation(Told(3), batches, source).record())
 dist.destroy_process_group()
 """

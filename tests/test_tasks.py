@@ -27,9 +27,10 @@ import hetdpt
 from hetdpt.adapters.preprocessing import preprocessing_of
 from hetdpt.cli.tasks import _config
 from hetdpt.core.errors import DataError, FileError, TrainError
-from hetdpt.data.views import Share
+from hetdpt.data.batches import OrderedBatches, RandomBatches
+from hetdpt.data.views import Loading, Share
 from hetdpt.surgery.record import require_record
-from hetdpt.tasks.annotated import AnnotatedData, AnnotatedEvaluation, AnnotatedTraining
+from hetdpt.tasks.annotated import AnnotatedData
 from hetdpt.tasks.learning import LearnConfig, build, learn, score
 from hetdpt.tasks.model import TaskModel
 from hetdpt.tasks.run import learn_into
@@ -182,7 +183,7 @@ def test_the_loss_is_finite_and_reaches_every_weight(place: Place) -> None:
     model = build(backbone(), data, settings)
     view = TASKS[place.task].view(model.size, preprocessing_of(model.backbone.model), True)
     assert data.train is not None
-    batch = next(AnnotatedTraining(data.train, view, batch_size=4).epoch(0))
+    batch = next(RandomBatches(data.train, view, Loading(batch_size=4)).epoch(0))
     loss = model.train()(batch.images, batch.targets)
     loss.backward()
     assert loss.shape == ()
@@ -405,9 +406,9 @@ def test_two_processes_see_what_one_with_twice_the_batch_sees(place: Place) -> N
     assert data.val is not None
     wants = preprocessing_of(backbone())
     view = TASKS[place.task].view((SIDE, SIDE), wants, True)
-    one = next(AnnotatedTraining(data.train, view, batch_size=4, seed=1).epoch(2))
+    one = next(RandomBatches(data.train, view, Loading(batch_size=4, seed=1)).epoch(2))
     halves = [
-        next(AnnotatedTraining(data.train, view, batch_size=2, seed=1, share=Share(rank, 2)).epoch(2))
+        next(RandomBatches(data.train, view, Loading(batch_size=2, seed=1, share=Share(rank, 2))).epoch(2))
         for rank in range(2)
     ]
     for number in range(4):
@@ -416,7 +417,7 @@ def test_two_processes_see_what_one_with_twice_the_batch_sees(place: Place) -> N
         target = half.targets[number // 2]
         assert all(torch.equal(target[name], one.targets[number][name]) for name in target)
     plain = TASKS[place.task].view((SIDE, SIDE), wants, False)
-    shares = [AnnotatedEvaluation(data.val, plain, batch_size=3, share=Share(rank, 3)) for rank in range(3)]
+    shares = [OrderedBatches(data.val, plain, Loading(batch_size=3, share=Share(rank, 3))) for rank in range(3)]
     batches = [list(share) for share in shares]
     assert [[batch.indices.tolist() for batch in part] for part in batches] == [[[0, 3]], [[1, -1]], [[2, -1]]]
     assert batches[1][0].targets[1] == {}

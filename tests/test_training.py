@@ -21,8 +21,8 @@ from hetdpt.core.errors import HetDPTError, ModelError, TrainError
 from hetdpt.core.modules import clone
 from hetdpt.core.plan import Plan
 from hetdpt.data.augmentation import Augmentation
-from hetdpt.data.batches import Batch
 from hetdpt.data.sources import open_data
+from hetdpt.data.views import Batch
 from hetdpt.surgery.merge import merge_
 from hetdpt.surgery.remove import prune_
 from hetdpt.tasks.annotated import AnnotatedBatch

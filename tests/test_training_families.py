@@ -13,7 +13,7 @@ import hetdpt
 from hetdpt.adapters.heads import logits_of, pair_of
 from hetdpt.adapters.models import num_classes_of
 from hetdpt.core.errors import ModelError
-from hetdpt.data.batches import Batch
+from hetdpt.data.views import Batch
 from hetdpt.training.config import TrainConfig
 from hetdpt.training.drop_paths import drop_paths
 from hetdpt.training.objective import Distillation, Objective

@@ -1,4 +1,4 @@
-"""Batches of views, the same ones whatever reads them: workers, processes, a run that was resumed.
+"""Batches of views, which do not depend on what reads them: workers, processes, a resumed run.
 
 A training view is a function of the seed, the epoch, the place in the epoch and the image, and of nothing else.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
@@ -15,19 +16,72 @@ from hetdpt.core.errors import DataError
 from hetdpt.data.augmentation import Augmentation, evaluation_transform, training_transform
 from hetdpt.data.sources import Source
 from hetdpt.data.streams import Stream, StreamEvaluation, StreamTraining
-from hetdpt.data.views import NOTHING, Batch, Key, Labelled, Loader, Share, Views
-
-__all__ = ["Batch", "EvaluationBatches", "Share", "TrainingBatches"]
+from hetdpt.data.views import NOTHING, Batch, Key, Labelled, Loader, Loading, Pictures, Preparation, Share, Views
 
 ALONE = Share()
+ONCE = Augmentation(repeats=1)
+
+
+class RandomBatches:
+    """Batches of random views of pictures, epoch by epoch, in an order that depends on the seed and the epoch alone.
+
+    The batch size is that of one process: ``world`` processes together see in each step what one process with
+    ``world`` times the batch size would see, view for view. Only one of its iterators may be in use at a time.
+    """
+
+    def __init__(
+        self, source: Pictures, preparation: Preparation, loading: Loading, augmentation: Augmentation = ONCE
+    ) -> None:
+        self._loading, self._augmentation, self._count = loading, augmentation, len(source)
+        self._length = self._count // (loading.share.world * loading.batch_size)
+        self._loader = Loader(Views(source, preparation, is_replaced=True), loading.workers)
+        _require_batch(self._length, self._count, loading)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def epoch(self, number: int, start: int = 0) -> Iterator[Any]:
+        """Yield the batches of an epoch from batch ``start`` on, the same as in the whole epoch."""
+        return self._loader.load(self._keys(number, start))
+
+    def in_order(self) -> Iterator[Any]:
+        """Yield the fixed view of every image once, in the order of the source, shared as in an evaluation."""
+        if not self._augmentation.fixed_views:
+            raise DataError("views that are not fixed have no order of their own; set fixed_views")
+        parts = parts_of(self._count, self._loading.batch_size, self._loading.share)
+        return self._loader.load([self._key(0, 0, index) for index in part] for part in parts)
+
+    def _keys(self, epoch: int, start: int) -> Iterator[list[Key]]:
+        order = order_of(self._count, self._loading.seed, epoch, self._augmentation.repeats)
+        for places in places_of(self._loading.batch_size, self._loading.share, start, self._length):
+            yield [self._key(epoch, place, order[place]) for place in places]
+
+    def _key(self, epoch: int, place: int, index: int) -> Key:
+        if index == NOTHING or self._augmentation.is_plain:
+            return Key(index)
+        seed = self._loading.seed
+        return Key(index, (seed, index) if self._augmentation.fixed_views else (seed, epoch, place, index))
+
+
+class OrderedBatches:
+    """Every picture once over all processes, in the same number of batches of the same sizes for each.
+
+    Where a process has fewer images than another, it gets blank ones.
+    """
+
+    def __init__(self, source: Pictures, preparation: Preparation, loading: Loading) -> None:
+        self._parts = parts_of(len(source), loading.batch_size, loading.share)
+        self._loader = Loader(Views(source, preparation, is_replaced=False), loading.workers)
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._loader.load([Key(index) for index in part] for part in self._parts)
 
 
 class TrainingBatches:
-    """Batches of random views, epoch by epoch, in an order that depends on the seed and the epoch alone.
-
-    ``batch_size`` is that of one process: ``world`` processes together see in each step what one process with
-    ``world * batch_size`` would see, view for view. Only one of its iterators may be in use at a time.
-    """
+    """Batches of random views of images with labels, epoch by epoch; see ``RandomBatches``, and ``Stream``."""
 
     def __init__(
         self,
@@ -40,57 +94,35 @@ class TrainingBatches:
         share: Share = ALONE,
         workers: int = 0,
     ) -> None:
-        check_numbers(batch_size=batch_size, workers=workers, seed=seed)
-        self._augmentation, self._seed, self._share = augmentation, seed, share
+        loading = Loading(batch_size=batch_size, seed=seed, share=share, workers=workers)
         self.count = len(source)
         """Images of the source."""
-        self._batch_size = batch_size
         transform = training_transform(preprocessing, augmentation)
-        self._stream: StreamTraining | None = None
+        self._batches: RandomBatches | StreamTraining
         if isinstance(source, Stream):
             _check_streamable(augmentation)
-            self._stream = StreamTraining(source, preprocessing, transform, batch_size, seed, share, workers)
+            self._batches = StreamTraining(source, preprocessing, transform, loading)
+            _require_batch(len(self._batches), self.count, loading)
         else:
             preparation = Labelled(preprocessing, transform, source.num_classes)
-            self._loader = Loader(Views(source, preparation, is_replaced=True), workers)
-        self._length = len(self._stream) if self._stream else self.count // (share.world * batch_size)
-        if not self._length:
-            raise DataError(too_few(self.count, batch_size, share.world))
+            self._batches = RandomBatches(source, preparation, loading, augmentation)
 
     def __len__(self) -> int:
         """Return the batches of an epoch for this process; images that do not fill one are left out."""
-        return self._length
+        return len(self._batches)
 
     def epoch(self, number: int, start: int = 0) -> Iterator[Batch]:
-        """Yield the batches of an epoch from batch ``start`` on: the very ones of the whole epoch."""
-        if self._stream:
-            return self._stream.epoch(number, start)
-        return self._loader.load(self._keys(number, start))
+        """Yield the batches of an epoch from batch ``start`` on, the same as in the whole epoch."""
+        return self._batches.epoch(number, start)
 
     def in_order(self) -> Iterator[Batch]:
         """Yield the fixed view of every image once, in the order of the source, shared as in an evaluation."""
-        if not self._augmentation.fixed_views:
-            raise DataError("views that are not fixed have no order of their own; set fixed_views")
-        parts = parts_of(self.count, self._batch_size, self._share)
-        return self._loader.load([self._key(0, 0, index) for index in part] for part in parts)
-
-    def _keys(self, epoch: int, start: int) -> Iterator[list[Key]]:
-        order = order_of(self.count, self._seed, epoch, self._augmentation.repeats)
-        for places in places_of(self._batch_size, self._share, start, self._length):
-            yield [self._key(epoch, place, order[place]) for place in places]
-
-    def _key(self, epoch: int, place: int, index: int) -> Key:
-        if index == NOTHING or self._augmentation.is_plain:
-            return Key(index)
-        entropy = (self._seed, index) if self._augmentation.fixed_views else (self._seed, epoch, place, index)
-        return Key(index, entropy)
+        assert isinstance(self._batches, RandomBatches), "a stream has no fixed views"
+        return self._batches.in_order()
 
 
 class EvaluationBatches:
-    """Every image once over all processes, in the same number of batches of the same sizes for each.
-
-    Where a process has fewer images than another, it gets zeros with label -1.
-    """
+    """Every image with its label once over all processes; label -1 where a process has fewer than others."""
 
     def __init__(
         self,
@@ -101,23 +133,19 @@ class EvaluationBatches:
         share: Share = ALONE,
         workers: int = 0,
     ) -> None:
-        check_numbers(batch_size=batch_size, workers=workers)
+        loading = Loading(batch_size=batch_size, share=share, workers=workers)
         transform = evaluation_transform(preprocessing)
-        self._stream: StreamEvaluation | None = None
+        self._batches: OrderedBatches | StreamEvaluation
         if isinstance(source, Stream):
-            self._stream = StreamEvaluation(source, preprocessing, transform, batch_size, share, workers)
+            self._batches = StreamEvaluation(source, preprocessing, transform, loading)
         else:
-            self._parts = parts_of(len(source), batch_size, share)
-            preparation = Labelled(preprocessing, transform, source.num_classes)
-            self._loader = Loader(Views(source, preparation, is_replaced=False), workers)
+            self._batches = OrderedBatches(source, Labelled(preprocessing, transform, source.num_classes), loading)
 
     def __len__(self) -> int:
-        return len(self._stream) if self._stream else len(self._parts)
+        return len(self._batches)
 
     def __iter__(self) -> Iterator[Batch]:
-        if self._stream:
-            return iter(self._stream)
-        return self._loader.load([Key(index) for index in part] for part in self._parts)
+        return iter(self._batches)
 
 
 def order_of(count: int, seed: int, epoch: int, repeats: int = 1) -> list[int]:
@@ -149,18 +177,13 @@ def parts_of(count: int, batch_size: int, share: Share) -> list[list[int]]:
     return [mine[start : start + batch_size] for start in range(0, each, batch_size)]
 
 
-def too_few(count: int, batch_size: int, world: int) -> str:
-    where = f" on each of {world} processes" if world > 1 else ""
-    largest = count // world
+def _require_batch(length: int, count: int, loading: Loading) -> None:
+    if length:
+        return
+    world = loading.share.world
+    where, largest = f" on each of {world} processes" if world > 1 else "", count // world
     hint = f"use a batch size of at most {largest}" if largest else f"use at most {count} processes"
-    return f"{count} images do not fill a batch of {batch_size}{where}; {hint}"
-
-
-def check_numbers(*, batch_size: int, workers: int, seed: int = 0) -> None:
-    if batch_size < 1:
-        raise DataError(f"a batch has at least 1 image, not {batch_size}")
-    if workers < 0 or seed < 0:
-        raise DataError(f"workers and seed are at least 0, not {workers} and {seed}")
+    raise DataError(f"{count} images do not fill a batch of {loading.batch_size}{where}; {hint}")
 
 
 def _check_streamable(augmentation: Augmentation) -> None:

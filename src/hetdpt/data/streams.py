@@ -22,7 +22,7 @@ from hetdpt.core.errors import DataError, first_line
 from hetdpt.core.randomness import seeded
 from hetdpt.data.augmentation import Transform
 from hetdpt.data.folders import choose_split
-from hetdpt.data.views import NOTHING, Batch, Share, check_label, in_mode, mode_of
+from hetdpt.data.views import NOTHING, Batch, Loading, check_label, in_mode, mode_of
 from hetdpt.store.atomic import parse_json
 
 INFO = "_info.json"
@@ -156,17 +156,15 @@ class StreamTraining:
         stream: Stream,
         preprocessing: Preprocessing,
         transform: Transform,
-        batch_size: int,
-        seed: int,
-        share: Share,
-        workers: int,
+        loading: Loading,
     ) -> None:
+        share = loading.share
         if len(stream.shards) < share.world:
             raise DataError(f"{share.world} processes need as many shards, but there are {len(stream.shards)}")
         self._stream, self._transform, self._mode = stream, transform, mode_of(preprocessing)
-        self._batch_size, self._seed, self._share = batch_size, seed, share
-        self._workers = min(workers, len(stream.shards) // share.world)  # one without a shard would end at once
-        self._length = len(self._views(0).images) // batch_size
+        self._batch_size, self._seed, self._share = loading.batch_size, loading.seed, share
+        self._workers = min(loading.workers, len(stream.shards) // share.world)  # one without a shard would end at once
+        self._length = len(self._views(0).images) // loading.batch_size
 
     def __len__(self) -> int:
         return self._length
@@ -206,13 +204,12 @@ class StreamEvaluation:
         stream: Stream,
         preprocessing: Preprocessing,
         transform: Transform,
-        batch_size: int,
-        share: Share,
-        workers: int,
+        loading: Loading,
     ) -> None:
         self._stream, self._transform, self._preprocessing = stream, transform, preprocessing
-        self._batch_size, self._share, self._workers = batch_size, share, workers
-        each = [stream.lengths_of(rank, share.world, workers) for rank in range(share.world)]
+        self._batch_size, self._share, self._workers = loading.batch_size, loading.share, loading.workers
+        share, batch_size = loading.share, loading.batch_size
+        each = [stream.lengths_of(rank, share.world, loading.workers) for rank in range(share.world)]
         self._length = max(sum(math.ceil(length / batch_size) for length in lengths) for lengths in each)
         self._promised = sum(each[share.rank])
 

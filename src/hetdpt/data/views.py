@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
 from PIL.Image import Image, fromarray
 from torch import Tensor
+from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from hetdpt.adapters.preprocessing import Preprocessing
@@ -23,28 +24,35 @@ from hetdpt.data.augmentation import Transform
 
 NOTHING = -1
 """The index of padding, and the label where there is no image."""
+Targets = TypeVar("Targets")
 
 
 @dataclass(frozen=True)
-class Batch:
-    """Views and labels for one step."""
+class ViewBatch(Generic[Targets]):
+    """Views for one step, with their targets."""
 
     images: Tensor
     """(B, C, H, W), float32, normalised; zeros where there is no image."""
-    targets: Tensor
-    """(B,), int64; -1 where there is no image: padding, or unreadable in an evaluation."""
+    targets: Targets
+    """Labels (B,), int64, -1 where there is no image (padding, or unreadable in an evaluation); or of each image the
+    tensors that are known of it, by name, none where there is no image."""
     indices: Tensor
-    """(B,), int64: which image of the source was asked for; -1 for padding, and for all images of a stream."""
+    """(B,), int64: which image of the source it is; -1 for padding, and for all images of a stream."""
     unreadable: tuple[str, ...] = ()
     """The files that could not be read for this batch."""
 
-    def pin_memory(self) -> Batch:
+    def pin_memory(self) -> ViewBatch[Targets]:
         """Return the batch in page-locked memory; the loader calls it where there is a CUDA device."""
-        return Batch(self.images.pin_memory(), self.targets.pin_memory(), self.indices.pin_memory(), self.unreadable)
+        targets = tree_map(Tensor.pin_memory, self.targets)
+        return ViewBatch(self.images.pin_memory(), targets, self.indices.pin_memory(), self.unreadable)
 
-    def to(self, device: torch.device) -> Batch:
-        """Return the batch with images and labels on ``device``."""
-        return replace(self, images=self.images.to(device, non_blocking=True), targets=self.targets.to(device))
+    def to(self, device: torch.device) -> ViewBatch[Targets]:
+        """Return the batch with images and targets on ``device``."""
+        targets = tree_map(lambda tensor: tensor.to(device), self.targets)
+        return replace(self, images=self.images.to(device, non_blocking=True), targets=targets)
+
+
+Batch = ViewBatch[Tensor]
 
 
 @dataclass(frozen=True)
@@ -56,6 +64,24 @@ class Share:
 
     def __post_init__(self) -> None:
         assert 0 <= self.rank < self.world, self
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loading:
+    """How images are loaded."""
+
+    batch_size: int
+    """Images of a batch in one process."""
+    seed: int = 0
+    share: Share = Share()
+    workers: int = 0
+    """Processes that read images; 0 reads them in this one."""
+
+    def __post_init__(self) -> None:
+        if self.batch_size < 1:
+            raise DataError(f"a batch has at least 1 image, not {self.batch_size}")
+        if self.workers < 0 or self.seed < 0:
+            raise DataError(f"workers and seed are at least 0, not {self.workers} and {self.seed}")
 
 
 def check_label(label: int, num_classes: int, name: str) -> None:

@@ -15,9 +15,10 @@ from hetdpt.adapters.preprocessing import preprocessing_of
 from hetdpt.core.errors import DataError
 from hetdpt.core.modules import evaluating, memory_advice
 from hetdpt.core.processes import gather_lists, process_count, rank, sum_over_processes
-from hetdpt.data.batches import EvaluationBatches, Share
+from hetdpt.data.batches import EvaluationBatches
 from hetdpt.data.sources import Data, check_classes, open_data
 from hetdpt.data.subset import subset
+from hetdpt.data.views import Share
 from hetdpt.measurement.intervals import wilson_interval
 from hetdpt.results import Scores
 

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from hetdpt.core.errors import DataError
 from hetdpt.core.modules import memory_advice
 from hetdpt.core.processes import gather_lists
-from hetdpt.tasks.annotated import AnnotatedEvaluation, AnnotatedSource
+from hetdpt.data.batches import OrderedBatches
+from hetdpt.tasks.annotated import AnnotatedSource
 from hetdpt.tasks.boxes import Objects
 from hetdpt.tasks.detector import Detections, Detector, detect
 
@@ -73,7 +74,7 @@ class Found:
 
 def measure_detection(
     model: nn.Module,
-    batches: AnnotatedEvaluation,
+    batches: OrderedBatches,
     source: AnnotatedSource,
     progress: Callable[[int, int], None] | None = None,
 ) -> DetectionScores:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hetdpt.adapters.preprocessing import Preprocessing
 from hetdpt.data.views import in_mode, mode_of
-from hetdpt.tasks.annotated import Target
+from hetdpt.tasks.annotated import AnnotatedView, Target
 
 SCALES = (0.6, 1.6)
 """Least and largest side of a training image on the canvas, as a part of that in the evaluation."""
@@ -38,7 +38,7 @@ class Objects:
 
 
 @dataclass(frozen=True)
-class BoxView:
+class BoxView(AnnotatedView):
     """Puts an image and its boxes on a canvas: at its upper left, scaled, the rest zeros.
 
     In training chance decides on the scale, the part that is seen where it is larger than the canvas, and whether left

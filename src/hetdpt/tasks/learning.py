@@ -14,12 +14,13 @@ from hetdpt.adapters.preprocessing import preprocessing_of
 from hetdpt.core.errors import DataError, TrainError
 from hetdpt.core.plan import Plan
 from hetdpt.core.randomness import seeded
-from hetdpt.data.views import Share
+from hetdpt.data.batches import OrderedBatches, RandomBatches
+from hetdpt.data.views import Loading, Share
 from hetdpt.store.settings import changed
 from hetdpt.surgery.calibrate import calibrate_
 from hetdpt.surgery.merge import merge_
 from hetdpt.surgery.remove import prune_
-from hetdpt.tasks.annotated import AnnotatedData, AnnotatedEvaluation, AnnotatedTraining
+from hetdpt.tasks.annotated import AnnotatedData, AnnotatedView
 from hetdpt.tasks.backbone import Backbone
 from hetdpt.tasks.model import TaskModel, TaskScores
 from hetdpt.tasks.table import task_called
@@ -141,14 +142,13 @@ def learn(
     if accelerator.num_processes > 1 and accelerator.device.type == "cuda":  # the one device that has them
         nn.SyncBatchNorm.convert_sync_batchnorm(model)
     model.require_batch(config.training.batch_size)
-    batches = AnnotatedTraining(
-        data.train,
-        task_called(model.task).view(model.size, preprocessing_of(model.backbone.model), True),
+    loading = Loading(
         batch_size=config.training.batch_size,
         seed=config.training.seed,
         share=Share(accelerator.process_index, accelerator.num_processes),
         workers=workers,
     )
+    batches = RandomBatches(data.train, _view(model, is_training=True), loading)
     validation = _evaluation(model, data, config.training.batch_size, accelerator, workers)
     found: list[TaskScores] = []
 
@@ -193,16 +193,20 @@ def score(
 
 def _evaluation(
     model: TaskModel, data: AnnotatedData, batch_size: int, accelerator: Accelerator, workers: int
-) -> AnnotatedEvaluation:
+) -> OrderedBatches:
     assert data.val is not None
     if model.classes != data.classes:
         raise DataError(
             f"the model was made for {_listed(model.classes)}, but {data.name} has {_listed(data.classes)}; give the "
             "data it was made for"
         )
-    view = task_called(model.task).view(model.size, preprocessing_of(model.backbone.model), False)
     share = Share(accelerator.process_index, accelerator.num_processes)
-    return AnnotatedEvaluation(data.val, view, batch_size=batch_size, share=share, workers=workers)
+    loading = Loading(batch_size=batch_size, share=share, workers=workers)
+    return OrderedBatches(data.val, _view(model, is_training=False), loading)
+
+
+def _view(model: TaskModel, *, is_training: bool) -> AnnotatedView:
+    return task_called(model.task).view(model.size, preprocessing_of(model.backbone.model), is_training)
 
 
 def _before_last(epochs: int) -> float:
@@ -221,8 +225,8 @@ class _Images:
     def __init__(self, model: TaskModel, data: AnnotatedData, count: int, workers: int) -> None:
         if data.train is None:
             raise DataError("removal is calibrated on training images; open the data with the split train")
-        view = task_called(model.task).view(model.size, preprocessing_of(model.backbone.model), False)
-        self._batches = AnnotatedEvaluation(data.train, view, batch_size=BATCH, workers=workers)
+        loading = Loading(batch_size=BATCH, workers=workers)
+        self._batches = OrderedBatches(data.train, _view(model, is_training=False), loading)
         self._count = min(count, len(data.train))
 
     def __iter__(self) -> Iterator[Tensor]:

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from hetdpt.adapters.preprocessing import Preprocessing
 from hetdpt.core.errors import DataError
 from hetdpt.data.views import in_mode, mode_of
-from hetdpt.tasks.annotated import Target
+from hetdpt.tasks.annotated import AnnotatedView, Target
 
 IGNORED = 255
 """Stands where no class counts: neither learned from nor scored."""
@@ -44,7 +44,7 @@ class MaskAugmentation:
             raise DataError(f"scale is two rising numbers above 0, not {self.scale}")
 
 
-class MaskView:
+class MaskView(AnnotatedView):
     """How an image and its mask are put on a canvas; where no image is, no class counts.
 
     For training it is a random part of the image at a random scale, mirrored and distorted by chance, and the target is

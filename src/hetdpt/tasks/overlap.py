@@ -13,7 +13,8 @@ from torchmetrics.functional.classification import multiclass_confusion_matrix
 from hetdpt.core.errors import DataError
 from hetdpt.core.modules import memory_advice
 from hetdpt.core.processes import gather_lists, sum_over_processes
-from hetdpt.tasks.annotated import AnnotatedEvaluation, AnnotatedSource
+from hetdpt.data.batches import OrderedBatches
+from hetdpt.tasks.annotated import AnnotatedSource
 from hetdpt.tasks.masks import IGNORED
 from hetdpt.tasks.segmenter import segment
 
@@ -73,7 +74,7 @@ class OverlapScores:
 @torch.no_grad()
 def measure_segmentation(
     model: nn.Module,
-    batches: AnnotatedEvaluation,
+    batches: OrderedBatches,
     source: AnnotatedSource,
     progress: Callable[[int, int], None] | None = None,
 ) -> OverlapScores:

@@ -8,7 +8,7 @@ from typing import Any
 
 from hetdpt.adapters.preprocessing import Preprocessing
 from hetdpt.core.errors import TrainError
-from hetdpt.tasks.annotated import AnnotatedData, Prepare
+from hetdpt.tasks.annotated import AnnotatedData, AnnotatedView
 from hetdpt.tasks.average_precision import measure_detection
 from hetdpt.tasks.boxes import BoxView, open_boxes
 from hetdpt.tasks.detector import Detector, DetectorConfig
@@ -30,7 +30,7 @@ class TaskType:
     """The settings of ``model``."""
     open: Callable[..., AnnotatedData]
     """Opens data by its name."""
-    view: Callable[[tuple[int, int], Preprocessing, bool], Prepare]
+    view: Callable[[tuple[int, int], Preprocessing, bool], AnnotatedView]
     """From a canvas, a backbone's wishes and whether it is for training to what makes views."""
     measure: Callable[..., TaskScores]
     training: TrainConfig

@@ -16,7 +16,7 @@ from hetdpt.adapters.heads import Classifier
 from hetdpt.adapters.models import num_classes_of
 from hetdpt.adapters.preprocessing import preprocessing_of
 from hetdpt.core.errors import TrainError
-from hetdpt.data.batches import Batch
+from hetdpt.data.views import Batch
 from hetdpt.training.config import TrainConfig
 
 KINDS = ("none", "hard", "soft")

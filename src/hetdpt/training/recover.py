@@ -17,9 +17,10 @@ from hetdpt.adapters.preprocessing import preprocessing_of
 from hetdpt.core.errors import TrainError
 from hetdpt.core.modules import memory_advice
 from hetdpt.data.augmentation import Augmentation
-from hetdpt.data.batches import EvaluationBatches, Share, TrainingBatches
+from hetdpt.data.batches import EvaluationBatches, TrainingBatches
 from hetdpt.data.sources import Data, check_classes, open_data
 from hetdpt.data.subset import require_part, subset
+from hetdpt.data.views import Share
 from hetdpt.measurement.accuracy import measure_accuracy
 from hetdpt.store.settings import changed
 from hetdpt.surgery.merge import merge_
