@@ -143,7 +143,7 @@ def test_nothing_readable_is_an_error(folder: Path) -> None:
     files = sorted((folder / "val").rglob("*.png"))
     for file in files:
         file.write_bytes(b"no image")
-    with pytest.raises(DataError, match=f"none of the images can be read, {files[0]} first; look at the files"):
+    with pytest.raises(DataError, match=f"none of the images can be read, for example {files[0]}; check the files"):
         evaluate(tiny(classes=3), folder)
 
 

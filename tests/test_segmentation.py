@@ -32,7 +32,7 @@ from hetdpt.tasks.annotated import AnnotatedBatch, AnnotatedSource
 from hetdpt.tasks.backbone import Backbone
 from hetdpt.tasks.learning import LearnConfig, build, learn
 from hetdpt.tasks.mask_views import MaskAugmentation
-from hetdpt.tasks.masks import IGNORED, DrawnMasks, MaskView, open_masks
+from hetdpt.tasks.masks import IGNORED, MaskView, classes_of_pixels, open_masks
 from hetdpt.tasks.overlap import OverlapScores, count, measure_segmentation
 from hetdpt.tasks.segmenter import CLASSES_AT_ONCE, Segmenter, SegmenterConfig, _best, pixel_loss, segment
 
@@ -41,6 +41,10 @@ WANTED = Preprocessing(input_size=(3, 32, 32), mean=HALF, std=HALF)
 SMALL = SegmenterConfig(width=8, auxiliary_width=8)
 THREE = ("sky", "tree", "road")
 ADE = "Idx\tRatio\tTrain\tVal\tName\n1\t0.2\t9\t9\twall\n2\t0.1\t9\t9\tbuilding, edifice\n3\t0.1\t9\t9\tbed \n"
+
+
+def drawn_masks(seed: int, count: int, side: int) -> shapes.DrawnImages:
+    return shapes.DrawnImages(seed, count, side, ("background", *shapes.CLASSES), classes_of_pixels)
 
 
 def numbers(side: int = 8, most: int = 2) -> np.ndarray:
@@ -101,7 +105,7 @@ def test_a_shape_is_what_its_label_says() -> None:
 
 
 def test_drawn_masks_have_the_background_as_class_0() -> None:
-    source, drawing = DrawnMasks(0, 4, 32), shapes.draw(0, 1, 32)
+    source, drawing = drawn_masks(0, 4, 32), shapes.draw(0, 1, 32)
     _, mask = source[1]
     assert ((mask > 0) == drawing.masks.any(axis=0)).all()
     assert set(np.unique(mask)) == {0, *(drawing.labels + 1)}
@@ -319,7 +323,7 @@ def test_a_thin_image_keeps_a_pixel(size: tuple[int, int]) -> None:
 
 def test_grey_models_get_grey_views() -> None:
     grey = Preprocessing(input_size=(1, 16, 16), mean=(0.5,), std=(0.5,))
-    image, mask = DrawnMasks(0, 1, 16)[0]
+    image, mask = drawn_masks(0, 1, 16)[0]
     for is_training in (True, False):
         assert MaskView((16, 16), grey, is_training)(image, mask)[0].shape == (1, 16, 16)
 
@@ -450,7 +454,7 @@ def test_settings_that_cannot_be_are_refused(settings: dict[str, Any], sentence:
 
 
 def test_a_segmenter_learns_two_drawings_by_heart() -> None:
-    source, still = DrawnMasks(0, 2, 32), MaskAugmentation(scale=(1, 1), hflip=0, distortion=0)
+    source, still = drawn_masks(0, 2, 32), MaskAugmentation(scale=(1, 1), hflip=0, distortion=0)
     model = segmenter(classes=source.classes).train()
     training = RandomBatches(source, MaskView((32, 32), WANTED, True, still), Loading(batch_size=2))
     validation = OrderedBatches(source, MaskView((32, 32), WANTED, False), Loading(batch_size=2))
@@ -513,7 +517,7 @@ def test_images_that_cannot_be_read_are_named_and_left_out(plain: Path) -> None:
     assert scores.unreadable == (str(plain / "val/images/a.png"),)
     assert scores.miou == 100
     (plain / "val/masks/b.png").write_bytes(b"no image")
-    with pytest.raises(DataError, match=r"none of the images can be read, .*a\.png first; look at the files"):
+    with pytest.raises(DataError, match=r"none of the images can be read, for example .*a\.png; check the files"):
         scored(plain)
 
 
@@ -546,7 +550,7 @@ def test_whether_any_image_can_be_read_does_not_depend_on_names() -> None:
         return measure_segmentation(Told(2), batches, source)
 
     assert score(Twins(1)).unreadable == ("twin",)
-    with pytest.raises(DataError, match="none of the images can be read, twin first; look at the files"):
+    with pytest.raises(DataError, match="none of the images can be read, for example twin; check the files"):
         score(Twins(0, 1))
 
 

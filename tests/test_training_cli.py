@@ -169,7 +169,7 @@ def test_eval_names_ten_of_many_unreadable_images(run: Run, home: Path, images: 
 def test_eval_where_nothing_can_be_read(run: Run, home: Path, images: Path) -> None:
     bad = spoil(images, "val/*/*.png")
     result = run("eval", home / "three", "--data", images, "--workers", 0)
-    result.is_refused(f"none of the images can be read, {bad[0]} first; look at the files")
+    result.is_refused(f"none of the images can be read, for example {bad[0]}; check the files")
 
 
 def test_eval_of_data_that_does_not_fit_or_is_not_there(run: Run, home: Path, images: Path, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 from PIL.Image import Image
 
 from hetdpt.core.errors import DataError
+from hetdpt.data.folders import SPLITS
 from hetdpt.data.streams import Stream
 from hetdpt.data.table import source_of
 
@@ -91,23 +92,29 @@ def open_data(
     >>> len(data.train), len(data.val), data.num_classes
     (1437, 360, 10)
     """
-    if not splits or not set(splits) <= {"train", "val"}:
-        raise DataError(f"the splits are train and val, not {', '.join(splits) or 'none'}")
+    check_splits(splits)
     row = source_of(name)
     rest = name.removeprefix(row.prefix)
     opened: dict[str, Source | Stream] = {split: row.open(rest, split, root, download) for split in splits}
-    for split in opened.values():
-        _check_same_classes(name, opened[splits[0]].classes, split.classes)
+    check_same_classes(name, [split.classes for split in opened.values()])
     return Data(name, opened.get("train"), opened.get("val"), opened[splits[0]].num_classes)
 
 
-def _check_same_classes(name: str, one: tuple[str, ...], other: tuple[str, ...]) -> None:
-    if one != other:
-        example = next(iter(sorted(set(one) ^ set(other))), "their order")
-        raise DataError(
-            f"train and val of {name} do not have the same classes, for example {example!r}; labels must mean the "
-            "same in both"
-        )
+def check_splits(splits: Sequence[str]) -> None:
+    """Raise ``DataError`` unless ``splits`` are ``train``, ``val`` or both."""
+    if not splits or not set(splits) <= set(SPLITS):
+        raise DataError(f"the splits are train and val, not {', '.join(splits) or 'none'}")
+
+
+def check_same_classes(name: str, classes: Sequence[tuple[str, ...]]) -> None:
+    """Raise ``DataError`` unless the ``classes`` of all splits of the data called ``name`` are the same."""
+    for other in classes[1:]:
+        if other != classes[0]:
+            example = next(iter(sorted(set(other) ^ set(classes[0]))), "their order")
+            raise DataError(
+                f"train and val of {name} do not have the same classes, for example {example!r}; labels must mean the "
+                "same in both"
+            )
 
 
 def check_classes(data_classes: int, model_classes: int) -> None:

@@ -66,7 +66,7 @@ def measure_accuracy(
                 progress(number, len(batches))
     sums, unreadable = sum_over_processes(sums, weight.device), gather_lists(unreadable)
     if not sums[3]:
-        raise DataError(f"none of the images can be read, {unreadable[0]} first; look at the files")
+        raise DataError(f"none of the images can be read, for example {unreadable[0]}; check the files")
     return scores_of(sums, tuple(sorted(set(unreadable))))
 
 

@@ -13,12 +13,12 @@ import numpy.typing as npt
 from torch import Tensor, nn
 
 from hetdpt.core.errors import DataError
-from hetdpt.core.modules import memory_advice
 from hetdpt.core.processes import gather_lists
 from hetdpt.data.batches import OrderedBatches
-from hetdpt.tasks.annotated import AnnotatedSource
+from hetdpt.tasks.annotated import AnnotatedBatch, AnnotatedSource
 from hetdpt.tasks.boxes import Objects
 from hetdpt.tasks.detector import Detections, Detector, detect
+from hetdpt.tasks.model import measure_batches
 
 
 @dataclass(frozen=True)
@@ -82,18 +82,15 @@ def measure_detection(
     assert isinstance(model, Detector)
     device = next(model.parameters()).device
     found: list[Found] = []
-    unreadable: list[str] = []
-    for number, batch in enumerate(batches, 1):
-        with memory_advice(f"{len(batch.images)} images at once do not fit in memory; lower --batch-size"):
-            detections = detect(model, batch.to(device))
-        found += [_found(target, one) for target, one in zip(batch.targets, detections, strict=True) if target]
-        unreadable += batch.unreadable
-        if progress is not None:
-            progress(number, len(batches))
-    found, unreadable = gather_lists(found), gather_lists(unreadable)
-    if not found:
-        raise DataError(f"none of the images can be read, {unreadable[0]} first; look at the files")
-    return average_precision(found, source.classes, unreadable=sorted(set(unreadable)))
+
+    def measure(batch: AnnotatedBatch) -> int:
+        detections = detect(model, batch.to(device))
+        here = [_found(target, one) for target, one in zip(batch.targets, detections, strict=True) if target]
+        found.extend(here)
+        return len(here)
+
+    unreadable = measure_batches(batches, measure, progress)
+    return average_precision(gather_lists(found), source.classes, unreadable=unreadable)
 
 
 def average_precision(

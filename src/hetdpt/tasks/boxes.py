@@ -16,12 +16,13 @@ from PIL import Image
 from hetdpt.core.errors import DataError, first_line
 from hetdpt.data.folders import SPLITS
 from hetdpt.data.listed import decode_file, hint_of_turning
+from hetdpt.data.sources import check_same_classes, check_splits
 from hetdpt.store.atomic import parse_json
 from hetdpt.tasks import shapes
 from hetdpt.tasks.annotated import AnnotatedData, AnnotatedSource
 from hetdpt.tasks.box_views import BoxView, Objects
 
-__all__ = ["BoxView", "CocoBoxes", "Objects", "ShapeBoxes", "open_boxes"]
+__all__ = ["BoxView", "CocoBoxes", "Objects", "open_boxes"]
 
 FILES = ("annotations/instances_{}*.json", "annotations/{}*.json", "{}/_annotations.coco.json", "{}*.json")
 """Where the annotations of a split may lie, the likeliest first."""
@@ -39,24 +40,16 @@ def open_boxes(name: str, *, splits: tuple[str, ...] = ("train", "val")) -> Anno
     >>> len(data.train), len(data.val), data.classes
     (400, 100, ('rectangle', 'disc', 'triangle'))
     """
-    if not splits or not set(splits) <= set(SPLITS):
-        raise DataError(f"the splits are train and val, not {', '.join(splits) or 'none'}")
+    check_splits(splits)
     opened = {split: _open(name, split) for split in splits}
-    classes = opened[splits[0]].classes
-    for split in opened.values():
-        if split.classes != classes:
-            example = next(iter(sorted(set(split.classes) ^ set(classes))), "their order")
-            raise DataError(
-                f"train and val of {name} do not have the same classes, for example {example!r}; labels must mean the "
-                "same in both"
-            )
-    return AnnotatedData(name, opened.get("train"), opened.get("val"), classes)
+    check_same_classes(name, [split.classes for split in opened.values()])
+    return AnnotatedData(name, opened.get("train"), opened.get("val"), opened[splits[0]].classes)
 
 
 def _open(name: str, split: str) -> AnnotatedSource:
     path = Path(name)
     if name == shapes.NAME:
-        return ShapeBoxes(split)
+        return shapes.DrawnImages.of(split, shapes.SIDE_WITH_BOXES, shapes.CLASSES, _boxes_of)
     if path.is_dir():
         return CocoBoxes(*_found(path, split))
     if path.is_file():
@@ -115,29 +108,11 @@ class CocoBoxes:
         return {"images": len(self), "boxes": boxes, "checksum": found.hexdigest()}
 
 
-class ShapeBoxes:
-    """Drawn rectangles, discs and triangles, each with the box around what is to be seen of it."""
-
-    classes = shapes.CLASSES
-
-    def __init__(self, split: str) -> None:
-        self._split, self._seed = split, [*shapes.COUNTS].index(split)
-
-    def __len__(self) -> int:
-        return shapes.COUNTS[self._split]
-
-    def __getitem__(self, index: int) -> tuple[Image.Image, Objects]:
-        drawing = shapes.draw(self._seed, index, shapes.SIDE_WITH_BOXES)
-        boxes = np.array([_around(mask) for mask in drawing.masks], dtype=np.float64)
-        areas = drawing.masks.sum(axis=(1, 2)).astype(np.float64)
-        nobody = np.zeros(len(boxes), dtype=np.bool_)
-        return Image.fromarray(drawing.image), Objects(index, boxes, drawing.labels, areas, nobody)
-
-    def name_of(self, index: int) -> str:
-        return f"image {index} of {shapes.NAME} {self._split}"
-
-    def facts(self) -> dict[str, Any]:
-        return {"images": len(self), "seed": self._seed, "side": shapes.SIDE_WITH_BOXES}
+def _boxes_of(index: int, drawing: shapes.Drawing) -> Objects:
+    """Return the objects of a drawing, each with the box around its visible pixels."""
+    boxes = np.array([_around(mask) for mask in drawing.masks], dtype=np.float64)
+    areas = drawing.masks.sum(axis=(1, 2)).astype(np.float64)
+    return Objects(index, boxes, drawing.labels, areas, np.zeros(len(boxes), dtype=np.bool_))
 
 
 def _around(mask: npt.NDArray[np.bool_]) -> tuple[int, int, int, int]:

@@ -16,11 +16,12 @@ from PIL import Image
 from hetdpt.core.errors import DataError, first_line
 from hetdpt.data.folders import EXTENSIONS, SPLITS
 from hetdpt.data.listed import decode_file, hint_of_turning
+from hetdpt.data.sources import check_splits
 from hetdpt.tasks import shapes
 from hetdpt.tasks.annotated import AnnotatedData, AnnotatedSource
 from hetdpt.tasks.mask_views import IGNORED, Mask, MaskView
 
-__all__ = ["IGNORED", "DrawnMasks", "MaskFiles", "MaskView", "open_masks"]
+__all__ = ["IGNORED", "MaskFiles", "MaskView", "open_masks"]
 
 FIRST = {"annotations": 1, "masks": 0}
 """Folders of masks, and the number of class 0 in them: in the former, as in ADE20K, 0 itself is no class."""
@@ -73,28 +74,10 @@ class MaskFiles:
         return np.where(is_class, numbers - self.first, IGNORED).astype(np.uint8)
 
 
-@dataclass(frozen=True)
-class DrawnMasks:
-    """A split of drawn images: the background is a class too."""
-
-    seed: int
-    count: int
-    size: int
-    classes: tuple[str, ...] = ("background", *shapes.CLASSES)
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, index: int) -> tuple[Image.Image, Mask]:
-        drawing = shapes.draw(self.seed, index, self.size)
-        classes = (drawing.masks * (drawing.labels + 1)[:, None, None]).sum(axis=0)  # no pixel belongs to two
-        return Image.fromarray(drawing.image), classes.astype(np.uint8)
-
-    def name_of(self, index: int) -> str:
-        return f"drawing {index} of seed {self.seed}"
-
-    def facts(self) -> dict[str, Any]:
-        return {"images": self.count, "size": self.size, "seed": self.seed}
+def classes_of_pixels(_: int, drawing: shapes.Drawing) -> Mask:
+    """Return the class of every pixel of a drawing; the background is class 0, and no pixel belongs to two objects."""
+    classes = (drawing.masks * (drawing.labels + 1)[:, None, None]).sum(axis=0)
+    return np.asarray(classes, dtype=np.uint8)
 
 
 def open_masks(name: str, *, splits: tuple[str, ...] = ("train", "val")) -> AnnotatedData:
@@ -110,16 +93,18 @@ def open_masks(name: str, *, splits: tuple[str, ...] = ("train", "val")) -> Anno
     >>> len(data.train), len(data.val), data.classes
     (400, 100, ('background', 'rectangle', 'disc', 'triangle'))
     """
-    if not splits or not set(splits) <= set(SPLITS):
-        raise DataError(f"the splits are train and val, not {', '.join(splits) or 'none'}")
+    check_splits(splits)
     opened = _drawn() if name == shapes.NAME else _in_folder(Path(name), splits)
     asked = {split: opened[split] for split in splits}
     return AnnotatedData(name, asked.get("train"), asked.get("val"), asked[splits[0]].classes)
 
 
 def _drawn() -> dict[str, AnnotatedSource]:
-    counts = enumerate(shapes.COUNTS.items())
-    return {split: DrawnMasks(seed, count, shapes.SIDE_WITH_MASKS) for seed, (split, count) in counts}
+    classes = ("background", *shapes.CLASSES)
+    return {
+        split: shapes.DrawnImages.of(split, shapes.SIDE_WITH_MASKS, classes, classes_of_pixels)
+        for split in shapes.COUNTS
+    }
 
 
 def _in_folder(folder: Path, splits: tuple[str, ...]) -> dict[str, AnnotatedSource]:

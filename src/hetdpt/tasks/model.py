@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Protocol
 
 from torch import nn
 
 from hetdpt.adapters.models import input_size_of
+from hetdpt.core.errors import DataError
+from hetdpt.core.modules import memory_advice
+from hetdpt.core.processes import gather_lists
+from hetdpt.data.batches import OrderedBatches
+from hetdpt.tasks.annotated import AnnotatedBatch
 from hetdpt.tasks.backbone import Backbone
 
 
@@ -52,3 +57,23 @@ class TaskModel(nn.Module):
         model: Any = self.backbone.model
         own = model.no_weight_decay() if hasattr(model, "no_weight_decay") else ()
         return {f"backbone.model.{name}" for name in own}
+
+
+def measure_batches(
+    batches: OrderedBatches, measure: Callable[[AnnotatedBatch], int], progress: Callable[[int, int], None] | None
+) -> list[str]:
+    """Call ``measure`` with each batch and return the files that could not be read, of all processes.
+
+    ``measure`` returns how many images it has measured; ``DataError`` if there was none on any process.
+    """
+    count, unreadable = 0, list[str]()
+    for number, batch in enumerate(batches, 1):
+        with memory_advice(f"{len(batch.images)} images at once do not fit in memory; lower --batch-size"):
+            count += measure(batch)
+        unreadable += batch.unreadable
+        if progress is not None:
+            progress(number, len(batches))
+    unreadable = sorted(set(gather_lists(unreadable)))
+    if not sum(gather_lists([count])):
+        raise DataError(f"none of the images can be read, for example {unreadable[0]}; check the files")
+    return unreadable

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torchmetrics.functional.classification import multiclass_confusion_matrix
 
 from hetdpt.core.errors import DataError
-from hetdpt.core.modules import memory_advice
-from hetdpt.core.processes import gather_lists, sum_over_processes
+from hetdpt.core.processes import sum_over_processes
 from hetdpt.data.batches import OrderedBatches
-from hetdpt.tasks.annotated import AnnotatedSource
+from hetdpt.tasks.annotated import AnnotatedBatch, AnnotatedSource
 from hetdpt.tasks.masks import IGNORED
+from hetdpt.tasks.model import measure_batches
 from hetdpt.tasks.segmenter import segment
 
 
@@ -81,23 +81,16 @@ def measure_segmentation(
     """Return the scores of ``model`` on all images of ``batches``, at the size of their files, over all processes."""
     device = next(model.parameters()).device
     counts = torch.zeros(len(source.classes), len(source.classes), dtype=torch.long, device=device)
-    seen = torch.zeros((), dtype=torch.long, device=device)
-    unreadable: list[str] = []
-    for number, batch in enumerate(batches, 1):
-        with memory_advice(f"{len(batch.images)} images at once do not fit in memory; lower --batch-size"):
-            found = segment(model, batch)
+
+    def measure(batch: AnnotatedBatch) -> int:
+        found = segment(model, batch)
         masks = (target["original"].to(device) for target in batch.targets if target)
         for classes, mask in zip(found, masks, strict=True):
-            counts += count(classes, mask, len(counts))
-        seen += len(found)
-        unreadable += batch.unreadable
-        if progress is not None:
-            progress(number, len(batches))
-    counts, seen = sum_over_processes(counts), sum_over_processes(seen)
-    unreadable = gather_lists(unreadable)
-    if not seen:
-        raise DataError(f"none of the images can be read, {unreadable[0]} first; look at the files")
-    return OverlapScores.of(counts, source.classes, unreadable)
+            counts.add_(count(classes, mask, len(counts)))
+        return len(found)
+
+    unreadable = measure_batches(batches, measure, progress)
+    return OverlapScores.of(sum_over_processes(counts), source.classes, unreadable)
 
 
 def count(found: Tensor, mask: Tensor, classes: int) -> Tensor:

@@ -1,11 +1,14 @@
-"""Images that are drawn: rectangles, discs and triangles on a background. Makes neither masks of classes nor boxes."""
+"""Images that are drawn: rectangles, discs and triangles on a background."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from PIL import Image
 
 NAME = "shapes"
 """What such data is called."""
@@ -33,6 +36,36 @@ class Drawing:
     """(n, H, W): the visible pixels of each object; no pixel belongs to two."""
     labels: npt.NDArray[np.int64]
     """(n,): which of ``CLASSES`` each object is."""
+
+
+@dataclass(frozen=True)
+class DrawnImages:
+    """A split of drawn images, each with what ``annotate`` makes of its number and its drawing."""
+
+    seed: int
+    count: int
+    side: int
+    classes: tuple[str, ...]
+    annotate: Callable[[int, Drawing], Any]
+
+    @classmethod
+    def of(
+        cls, split: str, side: int, classes: tuple[str, ...], annotate: Callable[[int, Drawing], Any]
+    ) -> DrawnImages:
+        return cls([*COUNTS].index(split), COUNTS[split], side, classes, annotate)
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> tuple[Image.Image, Any]:
+        drawing = draw(self.seed, index, self.side)
+        return Image.fromarray(drawing.image), self.annotate(index, drawing)
+
+    def name_of(self, index: int) -> str:
+        return f"drawing {index} of seed {self.seed}"
+
+    def facts(self) -> dict[str, Any]:
+        return {"images": self.count, "seed": self.seed, "side": self.side}
 
 
 def draw(seed: int, index: int, size: int) -> Drawing:
