@@ -128,11 +128,11 @@ class TestCommand:
         assert [pick["kind"] for pick in found["picks"]] == ["activation", "attention", "activation"]
         assert sorted(path.name for path in tmp_path.iterdir()) == ["dense", "plan.json"]  # nothing is left behind
         again = self.select(saved, out, "--attention", "1", "--activation", "2")
-        assert "is there already; give another name, or --overwrite" in str(again.exception)
+        assert "exists already; give another name, or --overwrite" in str(again.exception)
 
     def test_a_directory_is_no_plan(self, saved: str, tmp_path: Path) -> None:
         result = self.select(saved, Path(saved), "--layers", "1", "--method", "random", "--overwrite")
-        assert "is there already" in str(result.exception)
+        assert "exists already" in str(result.exception)
 
     def test_samples_split_the_layers(self, saved: str, tmp_path: Path) -> None:
         rows = [(0, 0, 90), (1, 0, 50), (2, 0, 30), (0, 1, 89), (0, 2, 88), (1, 1, 49), (2, 1, 29)]

@@ -1,4 +1,4 @@
-"""Selection and recovery, to files: what was killed goes on. The steps themselves are in their own rooms."""
+"""Selection and recovery in run directories, resumable after a kill. The work itself is done in other rooms."""
 
 from __future__ import annotations
 
@@ -15,15 +15,14 @@ from typing import Any, TypeVar
 from torch import nn
 
 from hetdpt.adapters.identity import fingerprint
-from hetdpt.adapters.preprocessing import preprocessing_of
-from hetdpt.core.errors import FileError, HetDPTError, PlanError
+from hetdpt.core.errors import FileError, HetDPTError
 from hetdpt.core.modules import clone
 from hetdpt.core.plan import Budget, Plan
-from hetdpt.data.fixed_batches import ImageBatches
 from hetdpt.data.sources import Data, open_data
 from hetdpt.export.saved import load, save
+from hetdpt.flow.execution import StageProgress, fitting_images
 from hetdpt.selection.importance import Picked
-from hetdpt.selection.select import SelectConfig, StageProgress, select
+from hetdpt.selection.select import SelectConfig, select
 from hetdpt.store.atomic import written
 from hetdpt.store.config_diff import flat
 from hetdpt.store.metrics import EPOCH
@@ -57,16 +56,16 @@ def recover_into(
     tensorboard: bool = False,
     watch: Callable[[Progress], None] | None = None,
 ) -> Iterator[Epoch]:
-    """Recover ``student`` and write all of it to ``directory``; called again, it goes on where it was killed.
+    """Recover ``student`` and write all of it to ``directory``; called again, it resumes where it was killed.
 
-    With a ``plan`` the student first loses its layers; replacements that are fitted are so on ``calibration`` training
-    images, and the student they make is saved as ``start``. When it is done there are saved models, merged unless told
-    not to be: ``best``, ``last`` and, with a moving average, ``ema``.
+    With a ``plan`` its layers are removed from the student first; replacements are fitted on ``calibration`` training
+    images, and the student they make is saved as ``start``. In the end there are saved models, merged unless
+    ``merges`` is False: ``best``, ``last`` and, with a moving average, ``ema``.
     """
     opened = data if isinstance(data, Data) else open_data(data)
     processes = start(config.training.precision, device)
     if plan is not None:
-        place_(clone(student), plan)  # a plan that does not fit is refused before anything is written
+        place_(clone(student), plan)  # a plan that does not fit raises before anything is written
     with processes.main_process_first():
         asked = {
             "student": fingerprint(student),
@@ -75,24 +74,26 @@ def recover_into(
             **flat(asdict(config)),
         }
         if plan is not None:
-            asked |= {"plan": json.loads(plan.to_json()), "calibration": calibration if plan.fitted else None}
+            asked |= asked_plan(plan, calibration)
         run = Run.open(directory, asked, minutes, has_board=tensorboard, is_first=processes.is_main_process)
-    if run.summary is None:
-        if plan is not None:
-            with processes.main_process_first():  # the others load what it saved
-                seed, student = config.training.seed, student.to(processes.device)
-                student = _start(run, asked, plan, partial(pruned, student, plan, opened, calibration, seed, workers))
-        epochs = recover(
-            student,
-            teacher,
-            opened,
-            config,
-            device=device,
-            workers=workers,
-            keeper=run.checkpoints,
-            watch=partial(log, run, watch),
-        )
-        yield from keep(run, epochs, Epoch.record, partial(_save, run.directory, merges))
+    if run.summary is not None:
+        return
+    if plan is not None:
+        with processes.main_process_first():  # the others load the model that it saved
+            student = student.to(processes.device)
+            options = (opened, calibration, config.training.seed, workers)
+            student = _start(run, asked, plan, lambda: remove_layers_(student, plan, *options))
+    epochs = recover(
+        student,
+        teacher,
+        opened,
+        config,
+        device=device,
+        workers=workers,
+        keeper=run.checkpoints,
+        watch=partial(write_update, run, watch),
+    )
+    yield from write_epochs(run, epochs, Epoch.record, partial(_save, run.directory, merges))
 
 
 def select_into(
@@ -107,12 +108,12 @@ def select_into(
     device: str | None = None,
     workers: int = 0,
     minutes: float = 10.0,
-    watch: Callable[[Picked], None] | None = None,
     progress: StageProgress | None = None,
+    watch: Callable[[Picked], None] | None = None,
 ) -> Plan:
-    """Choose layers and write the plan to ``file``; a search that was killed goes on from ``file.partial``."""
+    """Choose layers and write the plan to ``file``; a search that was killed resumes from ``file.partial``."""
     if file.is_dir() or (file.exists() and not overwrite):
-        raise FileError(f"{file} is there already; give another name, or --overwrite")
+        raise FileError(f"{file} exists already; give another name, or --overwrite")
     opened = data if isinstance(data, Data) else open_data(data)
     processes = start(config.search.training.precision, device)
     asked = {
@@ -124,10 +125,11 @@ def select_into(
     }
     with processes.main_process_first():
         run = Run.open(Path(f"{file}.partial"), asked, minutes, is_first=processes.is_main_process)
-    place: dict[str, Any] = {"device": device, "workers": workers, "watch": watch, "progress": progress}
+    options: dict[str, Any] = {"device": device, "workers": workers}
+    options |= {"watch": watch, "progress": progress, "keeper": run.checkpoints}
     with run.alone() if processes.is_main_process else nullcontext():
         try:
-            plan = select(model, opened, budget, method, config, keeper=run.checkpoints, **place)
+            plan = select(model, opened, budget, method, config, **options)
         except HetDPTError:
             if processes.is_main_process and not run.is_begun:
                 run.discard()
@@ -140,30 +142,32 @@ def select_into(
     return plan
 
 
-def pruned(model: nn.Module, plan: Plan, data: Data, images: int, seed: int = 0, workers: int = 0) -> nn.Module:
-    """Take the layers of ``plan`` from ``model`` and return it; replacements are fitted on training ``images``."""
+def remove_layers_(model: nn.Module, plan: Plan, data: Data, images: int, seed: int = 0, workers: int = 0) -> nn.Module:
+    """Remove the layers of ``plan`` from ``model`` and return it; replacements are fitted on training ``images``."""
     if not plan.fitted:
         return prune_(model, plan)
-    if data.train is None:
-        raise PlanError("removal is calibrated on training images; open the data with the split train")
-    batches = ImageBatches(data.train, preprocessing_of(model), count=images, seed=seed, workers=workers)
-    return calibrate_(model, plan, batches)
+    return calibrate_(model, plan, fitting_images(model, data, images, seed, workers))
+
+
+def asked_plan(plan: Plan, calibration: int) -> dict[str, Any]:
+    """Return what of a plan decides the outcome of a training, as plain JSON."""
+    return {"plan": json.loads(plan.to_json()), "calibration": calibration if plan.fitted else None}
 
 
 def _start(run: Run, asked: dict[str, Any], plan: Plan, prune: Callable[[], nn.Module]) -> nn.Module:
-    """Return the student as its training begins: pruned, or calibrated once and then loaded."""
+    """Return the student as its training starts: pruned, or calibrated once and then loaded."""
     if not plan.fitted:
         return prune()
     made_of = {key: asked[key] for key in ("student", "plan", "calibration", "data", "training.seed")}
-    return made_once(run, made_of, lambda place: save(prune().cpu(), **place), load)
+    return load_or_make(run, made_of, lambda place: save(prune().cpu(), **place), load)
 
 
-def made_once(
+def load_or_make(
     run: Run, made_of: dict[str, Any], make: Callable[[dict[str, Any]], object], load: Callable[[Path], One]
 ) -> One:
-    """Return what a training begins with, from ``start``; it is made there once, and anew if ``made_of`` differs.
+    """Return the model that a training starts with, from ``start``; made there once, and again if ``made_of`` differs.
 
-    A run that has no checkpoint yet may be begun with something else. ``make`` is given what ``save`` is told.
+    A run that has no checkpoint yet may start with another model. ``make`` gets the options of ``save``.
     """
     start, text = run.directory / START, json.dumps(made_of)
     note = start / f"{START}.json"
@@ -173,10 +177,10 @@ def made_once(
     return load(start)
 
 
-def keep(
+def write_epochs(
     run: Run, epochs: Iterator[One], record: Callable[[One], dict[str, Any]], save: Callable[[One], None]
 ) -> Iterator[One]:
-    """Write what every epoch came to before handing it on, and at the end what the run came to."""
+    """Write the numbers and models of every epoch before yielding it, and at the end the summary of the run."""
     if not run.is_first:
         yield from epochs
         return
@@ -190,8 +194,8 @@ def keep(
         run.finish(_summary(run.metrics.read(EPOCH)))
 
 
-def log(run: Run, watch: Callable[[Progress], None] | None, now: Progress) -> None:
-    """Write a line about ``now`` if one is due, and tell who watches."""
+def write_update(run: Run, watch: Callable[[Progress], None] | None, now: Progress) -> None:
+    """Write the numbers of every ``EVERY``-th update, and call ``watch``."""
     if now.update % EVERY == 0:
         run.metrics.write("update", update=now.update, loss=now.mean_loss(), lr=now.lr)
     if watch is not None:
@@ -199,12 +203,12 @@ def log(run: Run, watch: Callable[[Progress], None] | None, now: Progress) -> No
 
 
 def _save(directory: Path, merges: bool, epoch: Epoch) -> None:
-    for name, copy in due(epoch):
+    for name, copy in models_to_save(epoch):
         save(merge_(copy) if merges else copy, directory / name, overwrite=True)
 
 
-def due(epoch: Epoch) -> Iterator[tuple[str, nn.Module]]:
-    """Yield copies of the models to save after ``epoch``: a better one than ever, and at the end those of the end."""
+def models_to_save(epoch: Epoch) -> Iterator[tuple[str, nn.Module]]:
+    """Yield copies of the models to save after ``epoch``: the best so far, and at the end the last ones."""
     is_end = epoch.number == epoch.epochs
     due = {"best": epoch.is_best, "last": is_end, "ema": is_end and epoch.average is not None}
     for name in (name for name, is_due in due.items() if is_due):
@@ -214,7 +218,7 @@ def due(epoch: Epoch) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _summary(epochs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return what a recovery came to: accuracies by name, time and speed."""
+    """Return the summary of a recovery: accuracies by name, time and speed."""
     end = epochs[-1]
     best = max((epoch["number"] for epoch in epochs if epoch["is_best"]), default=0)
     scores = {"scores": epochs[best]["scores"]} if "scores" in end else {}  # of ``best``
@@ -233,6 +237,6 @@ def _summary(epochs: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _asked(data: Data, workers: int, processes: Accelerator) -> dict[str, Any]:
-    """Return what beside models and settings decides the outcome of a training, as plain JSON."""
+    """Return all that decides the outcome of a training beside models and settings, as plain JSON."""
     precision = processes.mixed_precision  # what "auto" stands for on this device
     return {**data.facts(workers), "processes": processes.num_processes, "precision": precision}

@@ -39,7 +39,7 @@ from hetdpt.export.saved import RECIPE, load, require_savable, save
 from hetdpt.flow.comparison.rows import RIGHT, UNREAD, WRONG, Answers, Difference, difference_of
 from hetdpt.flow.execution import Execution
 from hetdpt.flow.recipes import cifar100_transfer
-from hetdpt.flow.resumable import CALIBRATION, pruned, recover_into
+from hetdpt.flow.resumable import CALIBRATION, recover_into, remove_layers_
 from hetdpt.measurement.accuracy import BATCH, evaluate
 from hetdpt.measurement.costs import Costs
 from hetdpt.measurement.intervals import wilson_interval
@@ -327,7 +327,7 @@ class _TransferJob:
         if plan is None:
             return model
         images = self.config.calibration
-        model = pruned(model, plan, self.data, images, self.config.seed, self.execution.workers)
+        model = remove_layers_(model, plan, self.data, images, self.config.seed, self.execution.workers)
         if plan.fitted:
             save(deepcopy(model).cpu(), start, overwrite=True)
         return model

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from functools import partial
@@ -13,7 +12,7 @@ from torch import nn
 from hetdpt.adapters.identity import fingerprint
 from hetdpt.core.modules import clone
 from hetdpt.core.plan import Plan
-from hetdpt.flow.resumable import CALIBRATION, due, keep, log, made_once
+from hetdpt.flow.resumable import CALIBRATION, asked_plan, load_or_make, models_to_save, write_epochs, write_update
 from hetdpt.store.config_diff import flat
 from hetdpt.store.run_directory import Run
 from hetdpt.surgery.remove import place_
@@ -57,14 +56,14 @@ def learn_into(
         }
         asked["precision"] = processes.mixed_precision
         if plan is not None:
-            asked |= {"plan": json.loads(plan.to_json()), "calibration": calibration if plan.fitted else None}
+            asked |= asked_plan(plan, calibration)
         run = Run.open(directory, asked, minutes, has_board=tensorboard, is_first=processes.is_main_process)
     if run.summary is None:
         with processes.main_process_first():  # the others load what it saved
             make = partial(
                 build, model.to(processes.device), data, config, plan=plan, images=calibration, workers=workers
             )
-            made = made_once(run, asked, lambda place: save_task(make().cpu(), **place), load_task)
+            made = load_or_make(run, asked, lambda place: save_task(make().cpu(), **place), load_task)
         epochs = learn(
             made,
             data,
@@ -72,12 +71,12 @@ def learn_into(
             device=device,
             workers=workers,
             keeper=run.checkpoints,
-            watch=partial(log, run, watch),
+            watch=partial(write_update, run, watch),
         )
-        yield from keep(run, epochs, Learned.record, partial(_save, run.directory))
+        yield from write_epochs(run, epochs, Learned.record, partial(_save, run.directory))
 
 
 def _save(directory: Path, learned: Learned) -> None:
-    for name, copy in due(learned.epoch):
+    for name, copy in models_to_save(learned.epoch):
         assert isinstance(copy, TaskModel)
         save_task(copy, directory / name, overwrite=True)

@@ -20,7 +20,7 @@ from hetdpt.data.fixed_batches import LabelledBatches
 from hetdpt.data.sources import Data
 from hetdpt.export.saved import RECIPE, load, save
 from hetdpt.flow.config import RunConfig
-from hetdpt.flow.resumable import pruned, recover_into
+from hetdpt.flow.resumable import recover_into, remove_layers_
 from hetdpt.flow.stages.budget import held_out, is_met, predictor_of, prices_of
 from hetdpt.flow.stages.layers import FOLDER, plan_of
 from hetdpt.flow.stages.task import Result, StageTask
@@ -184,7 +184,7 @@ def _narrow(task: StageTask, plan: Plan, data: Data) -> Narrowed:
     """Return the dense model without the layers of ``plan``, narrowed until it meets the goal."""
     config, seed = task.config, task.config.width.seed
     target: dict[str, Any] = _target(task)
-    student = pruned(deepcopy(task.model), plan, data, config.images, seed, config.workers)
+    student = remove_layers_(deepcopy(task.model), plan, data, config.images, seed, config.workers)
     wants = preprocessing_of(task.model)
     batches = LabelledBatches(data.train, wants, count=config.images, seed=seed, workers=config.workers)
     return narrow_to(
