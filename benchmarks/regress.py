@@ -22,7 +22,7 @@ from typing import Any
 
 from evidence import Key, Results, Row, line
 
-from hetdpt.flow.comparison.rows import difference_of
+from hetdpt.flow.comparison.statistics import difference_of
 
 HIGHER = ("accuracy", "speedup", "efficiency", "throughput")
 LOWER = ("macs", "params", "seconds", "milliseconds", "peak_bytes", "bytes", "epochs_of_dense")

@@ -22,7 +22,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from paper_printed import printed, said
 
 from hetdpt.core import format
-from hetdpt.flow.comparison.rows import RIGHT, difference_of
+from hetdpt.flow.comparison.statistics import RIGHT, difference_of
 from hetdpt.measurement.intervals import wilson_interval
 from hetdpt.selection.methods import METHODS
 

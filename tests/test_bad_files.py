@@ -29,7 +29,7 @@ from hetdpt.cli import main
 from hetdpt.core.errors import HetDPTError
 from hetdpt.data.sources import open_data
 from hetdpt.flow.collection.collect import read_run
-from hetdpt.flow.comparison.rows import MethodComparison
+from hetdpt.flow.comparison.compare import read_comparison
 from hetdpt.flow.config import RunConfig
 from hetdpt.flow.stages.summary import RunSummary
 from hetdpt.results import Prices
@@ -128,7 +128,7 @@ READERS: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "plan": ("plan.json", lambda folder: hetdpt.Plan.from_json((folder / "plan.json").read_text())),
     "prices": ("prices.json", lambda folder: Prices.from_json((folder / "prices.json").read_text())),
     "collection": ("run.json", read_run),
-    "comparison": ("results.json", MethodComparison.read),
+    "comparison": ("results.json", read_comparison),
     "summary": ("summary.json", RunSummary.read),
     "flow": ("flow.json", read_flow),
     "shards": ("_info.json", lambda folder: open_data(f"wds/{folder}")),

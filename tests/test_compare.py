@@ -31,13 +31,14 @@ from hetdpt.data.fixed_batches import ImageBatches
 from hetdpt.data.sources import Data, open_data
 from hetdpt.data.subset import hold_out, subset
 from hetdpt.flow.comparison import work as compare_work
-from hetdpt.flow.comparison.compare import GIVEN, CompareConfig, compare_into
-from hetdpt.flow.comparison.rows import Difference, MethodComparison, difference_of
+from hetdpt.flow.comparison.compare import GIVEN, CompareConfig, compare_into, read_comparison
+from hetdpt.flow.comparison.statistics import difference_of
 from hetdpt.flow.comparison.work import Cell, Chosen, ComparisonDone, Timed, Trained, plan_key
 from hetdpt.flow.execution import Execution
 from hetdpt.flow.recipes import quick, recipe
 from hetdpt.measurement.costs import Costs
 from hetdpt.report.comparison import COLUMNS, draw, write_csv
+from hetdpt.results import Difference, MethodComparison, from_json
 from hetdpt.selection.methods import METHODS
 from hetdpt.selection.predictor.samples import CollectConfig, SampleStep
 from hetdpt.selection.select import SelectConfig
@@ -107,7 +108,7 @@ def done(home: Path, data: Data) -> list[ComparisonDone]:
 
 @pytest.fixture(scope="module")
 def whole(home: Path, done: list[ComparisonDone]) -> MethodComparison:
-    return MethodComparison.read(home / "whole")
+    return read_comparison(home / "whole")
 
 
 def rows_of(comparison: MethodComparison) -> dict[Cell, tuple[Any, ...]]:
@@ -258,7 +259,7 @@ def test_warnings_of_the_split_reach_the_reader(whole: MethodComparison) -> None
 
 def test_results_are_json_and_back(home: Path, whole: MethodComparison) -> None:
     text = (home / "whole" / "results.json").read_text()
-    assert MethodComparison.from_dict(json.loads(text, parse_constant=pytest.fail)) == whole
+    assert from_json(MethodComparison, json.loads(text, parse_constant=pytest.fail), home) == whole
     assert json.loads(text) == json.loads(json.dumps(whole.to_dict()))
 
 
@@ -283,7 +284,7 @@ def test_it_goes_on_where_it_stopped(whole: MethodComparison, dense: nn.Module, 
     assert [one.is_own for one in rest[:4]] == [False] * 4
     assert len(own(some)) + len(own(rest)) == 2 + 2 * len(methods)  # the dense model and the times
     asked = [Cell(2, method, 0) for method in methods]
-    assert rows_of(MethodComparison.read(out)) == {cell: rows_of(whole)[cell] for cell in asked}
+    assert rows_of(read_comparison(out)) == {cell: rows_of(whole)[cell] for cell in asked}
 
 
 class StopError(Exception):
@@ -311,7 +312,7 @@ def test_stopped_within_a_task_it_goes_on_from_the_checkpoint(
     assert isinstance(timed.result, Timed)
     assert seen[:4] == [1, 2, 3, 3]  # the update that was not kept is done again, those before it are not
     cell = Cell(2, "hetdpt", 0)
-    assert rows_of(MethodComparison.read(out)) == {cell: rows_of(whole)[cell]}
+    assert rows_of(read_comparison(out)) == {cell: rows_of(whole)[cell]}
     picks = json.loads((out / "plans" / "2-hetdpt-0.json").read_text())["picks"]
     assert len(picks) == 2
 
@@ -328,7 +329,7 @@ def test_a_damaged_result_is_named(
     file.unlink()
     again = list(compare(out, dense, data, methods=TWICE, seeds=2))
     assert own(again) == [("choose", Cell(2, "random", 1))]  # its model is there
-    assert rows_of(MethodComparison.read(out)) == rows_of(whole)
+    assert rows_of(read_comparison(out)) == rows_of(whole)
 
 
 def test_another_question_is_refused(home: Path, whole: MethodComparison, dense: nn.Module, data: Data) -> None:
@@ -342,7 +343,7 @@ def test_another_question_is_refused(home: Path, whole: MethodComparison, dense:
         list(compare_into(out, dense, data, config(), Execution(batch=3), samples=SAMPLES))
     with pytest.raises(FileError, match="was begun with samples ="):
         list(compare_into(out, dense, data, config(), samples=SAMPLES[1:]))
-    assert MethodComparison.read(out) == whole
+    assert read_comparison(out) == whole
 
 
 @pytest.mark.slow
@@ -355,7 +356,7 @@ def test_samples_are_collected_on_images_held_out(dense: nn.Module, data: Data, 
     assert [one.subject.key for one in sampled] == ["dense", "a", "g", "gg", "ag"]
     assert sampled[0].result.accuracy == hetdpt.evaluate(dense, hold_out(data)).top1
     assert json.loads((tmp_path / "run" / "samples" / "run.json").read_text())["images"] == [60, 20]  # of 80
-    table = MethodComparison.read(tmp_path / "run")
+    table = read_comparison(tmp_path / "run")
     assert table.dense.accuracy == hetdpt.evaluate(dense, data).top1
     assert GIVEN not in table.warnings
     again = list(compare_into(tmp_path / "run", dense, data, asked, PLACE))
@@ -438,7 +439,7 @@ def test_what_cannot_be_is_left_out_and_told(dense: nn.Module, data: Data, tmp_p
     found = list(compare(tmp_path / "run", dense, data, layers=(4,), methods=("activation-only", "random")))
     assert {one.subject.method for one in found if one.subject} == {"random"}
     text = "activation-only has no row for 4 layers: this model has 3 removable activation layers"
-    assert MethodComparison.read(tmp_path / "run").warnings == (text,)
+    assert read_comparison(tmp_path / "run").warnings == (text,)
     for methods, layers in ((("activation-only",), 4), (("random",), 7)):
         with pytest.raises(PlanError, match="this model has only 3 attention and 3 activation layers"):
             list(compare(tmp_path / "other", dense, data, layers=(layers,), methods=methods))
@@ -533,4 +534,4 @@ def test_processes_share_the_tasks(home: Path, tmp_path: Path) -> None:
     for name in {line.removesuffix(f" {others}") for line in told[0]}:
         if "which chose the same" not in name:
             assert sum(f"{name} {others}" not in lines for lines in told) == 1, name
-    assert len(MethodComparison.read(out).rows) == len(METHODS)
+    assert len(read_comparison(out).rows) == len(METHODS)

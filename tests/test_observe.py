@@ -36,15 +36,9 @@ from hetdpt.data.subset import subset
 from hetdpt.flow.execution import Execution
 from hetdpt.flow.recipes import brief
 from hetdpt.report.observation import COLUMNS, draw
+from hetdpt.results import Asymmetry, Disparity, Gradient, Observations, from_json
 from hetdpt.store.queue import Claim
-from hetdpt.studies.heterogeneity import (
-    Asymmetry,
-    Disparity,
-    Gradient,
-    Observations,
-    accuracies_without,
-    gradient_disparity,
-)
+from hetdpt.studies.heterogeneity import accuracies_without, gradient_disparity
 from hetdpt.studies.observe import ObserveConfig, Observed, observe_into, read_results
 from hetdpt.training.recover import RecoverConfig
 
@@ -188,7 +182,7 @@ def test_an_observation_is_complete(whole: Path, home: Path, dense: nn.Module) -
     assert names(whole / "layers") == [f"{name}.json" for name in LAYERS]
     found = read_results(whole)
     values = json.loads((whole / "results.json").read_text(), parse_constant=pytest.fail)
-    assert Observations.from_dict(values) == found
+    assert from_json(Observations, values, whole) == found
     assert found.dense == hetdpt.evaluate(dense, DATA).top1
     assert found.removals == ("plain", "calibrated")
     assert [one.epochs for one in found.disparities] == [2, 2]
@@ -361,7 +355,7 @@ def test_the_figures_of_both_observations() -> None:
         "drops": {"attention": (4.0, 2.0, 1.0), "activation": (79.0, 2.0, 1.0)},
     }
     pairs = observations(removals=(("linear", "calibrated"),))
-    assert Observations.from_dict(json.loads(json.dumps(pairs.to_dict()))) == pairs
+    assert from_json(Observations, json.loads(json.dumps(pairs.to_dict())), Path()) == pairs
 
 
 def test_no_ratio_without_both_kinds() -> None:
@@ -423,7 +417,7 @@ def test_json_alone(run: Run, home: Path, whole: Path, tmp_path: Path) -> None:
     assert (result.code, result.err) == (0, "")
     assert result.values.pop("directory") == str(tmp_path / "run")
     found, known = (
-        Observations.from_dict({k: v for k, v in result.values.items() if k != "directory"}),
+        from_json(Observations, result.values, tmp_path),
         read_results(whole),
     )
     assert found.disparities == known.disparities[:1]

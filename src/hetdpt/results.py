@@ -1,6 +1,6 @@
-"""The values that stages of a run return, and that the summary and the report read; one JSON round trip for all.
+"""The values that stages and studies return, and that the summary and the report read; one JSON round trip for all.
 
-Each is a frozen dataclass of plain values, named after its stage. No torch here, and nothing is computed or drawn.
+Each is a frozen dataclass of plain values. No torch here, and nothing is measured or drawn.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import json
 from dataclasses import asdict, dataclass, field
 from math import inf, isfinite
 from pathlib import Path
+from statistics import fmean, median, stdev
 from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
@@ -586,3 +587,261 @@ class RunSummary:
     def to_dict(self) -> dict[str, Any]:
         """Return it as plain JSON."""
         return asdict(self)
+
+
+# Studies
+
+
+Removal = str | tuple[str, str]
+"""A name from ``plan.REMOVALS`` or (attention style, activation style)."""
+DERIVED = ("splits", "accuracy", "spread")  # of a summary, in JSON for those who read it
+
+
+@dataclass(frozen=True)
+class PlanSpeed:
+    """The speed and the costs of a merged model."""
+
+    speedup: float
+    """Over the dense model, of interleaved runs."""
+    low: float
+    """Lower end of its 95 % interval over rounds."""
+    high: float
+    macs: int
+    """Of one image."""
+    params: int
+    ms: float | None = None
+    """Milliseconds of one batch, timed in turns with the others."""
+
+
+@dataclass(frozen=True)
+class ComparisonRow:
+    """The result of one method, for one number of layers and one seed."""
+
+    layers: int
+    method: str
+    seed: int
+    plan: Plan
+    start: float
+    """Accuracy in percent before the fine-tuning."""
+    accuracy: float
+    """The same of the merged model after its last epoch."""
+    seconds: float
+    """Of the choice, since the last restart; sampling accuracy for its split is not included."""
+    speed: PlanSpeed
+
+    @property
+    def split(self) -> str:
+        """As attention+activation.
+
+        >>> speed = PlanSpeed(1.2, 1.1, 1.3, 10, 10)
+        >>> ComparisonRow(3, "hetdpt", 0, Plan(attention=(1,), activation=(0, 2)), 70.0, 75.0, 1.5, speed).split
+        '1+2'
+        """
+        return _split(self.plan)
+
+
+def _split(plan: Plan) -> str:
+    return f"{plan.budget.attention}+{plan.budget.activation}"
+
+
+@dataclass(frozen=True)
+class DenseModel:
+    """The dense model."""
+
+    accuracy: float
+    images: int
+    """Those that accuracies are measured on."""
+    macs: int
+    params: int
+    throughput: float
+    """Images per second."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """By how many points of accuracy a method is better than another, on the same images and seeds."""
+
+    value: float
+    low: float
+    """Lower end of the interval that holds 95 % of the bootstrap means, over images and seeds."""
+    high: float
+
+
+@dataclass(frozen=True)
+class MethodSummary:
+    """The results of one method for one number of layers, over all seeds."""
+
+    layers: int
+    method: str
+    plans: tuple[Plan, ...]
+    """The plans of all seeds, each once."""
+    seeds: tuple[int, ...]
+    accuracies: tuple[float, ...]
+    """One for each seed."""
+    difference: Difference | None
+    """To the first method; None for itself, and where images cannot be told apart (a stream of shards)."""
+    start: float
+    """Mean accuracy before the fine-tuning."""
+    speedup: float
+    """Mean over seeds."""
+    macs: float
+    """Mean part of the dense model's."""
+    seconds: float
+    """Mean, of the choice."""
+
+    @property
+    def splits(self) -> tuple[str, ...]:
+        """Those of the plans, each once, as attention+activation."""
+        return tuple(dict.fromkeys(map(_split, self.plans)))
+
+    @property
+    def accuracy(self) -> float:
+        """Mean over seeds."""
+        return fmean(self.accuracies)
+
+    @property
+    def spread(self) -> float | None:
+        """Standard deviation over seeds; None for a single one."""
+        return stdev(self.accuracies) if len(self.accuracies) > 1 else None
+
+
+@dataclass(frozen=True)
+class MethodComparison:
+    """All results of a comparison."""
+
+    first: str
+    """The method that the others are compared to."""
+    measured: str
+    """Where and how speed was: device, dtype and batch."""
+    dense: DenseModel
+    rows: tuple[ComparisonRow, ...]
+    summaries: tuple[MethodSummary, ...]
+    warnings: tuple[str, ...]
+
+    @property
+    def methods(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(summary.method for summary in self.summaries))
+
+    def of(self, method: str) -> list[MethodSummary]:
+        """Return the summaries of ``method``, fewer layers first."""
+        return [summary for summary in self.summaries if summary.method == method]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as plain JSON, derived numbers included."""
+        values = asdict(self)
+        for row, known in zip(values["rows"], self.rows, strict=True):
+            row["split"] = known.split
+        for summary, found in zip(values["summaries"], self.summaries, strict=True):
+            summary |= {name: getattr(found, name) for name in DERIVED}
+        return values
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """The gradient of the importance of one layer: a number for each epoch, the mean over its updates.
+
+    g = <d loss / d y, f(x) - r(x)> for a layer f and its replacement r (paper, Eq. 6).
+    """
+
+    site: Site
+    magnitudes: tuple[float, ...]
+    """Of |g|."""
+    means: tuple[float, ...]
+    """Of g itself; below 0 where the layer lowers the loss."""
+
+    @property
+    def magnitude(self) -> float:
+        """Of |g|, over all updates."""
+        return fmean(self.magnitudes)
+
+    @property
+    def mean(self) -> float:
+        """Of g, over all updates."""
+        return fmean(self.means)
+
+
+@dataclass(frozen=True)
+class Disparity:
+    """The gradients of all layers under one removal."""
+
+    removal: Removal
+    layers: tuple[Gradient, ...]
+    updates: int
+    """Of the weights, in each epoch."""
+    batch: int
+    """Images of each update; with more of them there is less noise in the gradients."""
+
+    @property
+    def epochs(self) -> int:
+        return len(self.layers[0].magnitudes) if self.layers else 0
+
+    def magnitude(self, kind: Kind, epoch: int | None = None) -> float | None:
+        """Return the median over blocks of the mean |g|, of one epoch (the first is 0) or of all; None without any."""
+        of = [layer for layer in self.layers if layer.site.kind == kind]
+        return median(row.magnitude if epoch is None else row.magnitudes[epoch] for row in of) if of else None
+
+    def ratio(self, epoch: int | None = None) -> float | None:
+        """Return how many times larger gradients of activations are than those of attention; None without either."""
+        attention, activation = (self.magnitude(kind, epoch) for kind in KINDS)
+        return activation / attention if attention and activation is not None else None
+
+
+@dataclass(frozen=True)
+class Asymmetry:
+    """The accuracy of a model without one layer."""
+
+    site: Site
+    removal: Removal
+    accuracies: tuple[float, ...]
+    """In percent: right after the removal, then after each epoch of fine-tuning."""
+
+
+@dataclass(frozen=True)
+class Observations:
+    """Both observations on one model."""
+
+    dense: float | None
+    """Its accuracy in percent; None where no layer is removed."""
+    disparities: tuple[Disparity, ...]
+    asymmetries: tuple[Asymmetry, ...]
+
+    @property
+    def removals(self) -> tuple[Removal, ...]:
+        found = [row.removal for row in self.disparities] + [row.removal for row in self.asymmetries]
+        return tuple(dict.fromkeys(found))
+
+    @property
+    def epochs(self) -> int:
+        """Of fine-tuning, where there was any."""
+        return max((len(row.accuracies) - 1 for row in self.asymmetries), default=0)
+
+    def disparity(self, removal: Removal) -> Disparity | None:
+        return next((row for row in self.disparities if row.removal == removal), None)
+
+    def of(self, removal: Removal, kind: Kind) -> tuple[Asymmetry, ...]:
+        """Return the layers of one kind, by block."""
+        rows = [row for row in self.asymmetries if row.removal == removal and row.site.kind == kind]
+        return tuple(sorted(rows, key=lambda row: row.site.block))
+
+    def medians(self, removal: Removal, kind: Kind) -> tuple[float, ...]:
+        """Return the median over blocks of the accuracies: right after the removal, then after each epoch."""
+        return tuple(map(median, zip(*(row.accuracies for row in self.of(removal, kind)), strict=True)))
+
+    def drops(self, removal: Removal, kind: Kind) -> tuple[float, ...]:
+        """Return how far the medians are below the dense accuracy, in points; () where that is not known."""
+        return () if self.dense is None else tuple(self.dense - each for each in self.medians(removal, kind))
+
+    def summary(self, removal: Removal) -> dict[str, Any]:
+        """Return the figures of both observations under one removal, as plain JSON."""
+        found = self.disparity(removal)
+        return {
+            "removal": removal,
+            "gradients": {kind: found.magnitude(kind) if found else None for kind in KINDS},
+            "ratio": found.ratio() if found else None,
+            "ratios": [found.ratio(epoch) for epoch in range(found.epochs)] if found else [],
+            "drops": {kind: self.drops(removal, kind) for kind in KINDS},
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as plain JSON, with a summary for each removal."""
+        return {**asdict(self), "summary": [self.summary(removal) for removal in self.removals]}

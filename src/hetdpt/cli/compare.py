@@ -44,8 +44,8 @@ from hetdpt.core.format import amount, estimate, percent, signed, times
 
 if TYPE_CHECKING:
     from hetdpt.flow.collection.work import SampleDone
-    from hetdpt.flow.comparison.rows import Difference, MethodComparison
     from hetdpt.flow.comparison.work import ComparisonDone
+    from hetdpt.results import Difference, MethodComparison
 
 ALL = "all"
 COMMON = ("training.batch_size", "training.precision", "training.seed", "fraction", "per_class", "augmentation.")
@@ -102,8 +102,7 @@ def compare(
     from hetdpt.core.randomness import seeded
     from hetdpt.data.sources import open_data
     from hetdpt.export.saved import open_model
-    from hetdpt.flow.comparison.compare import FIGURE, TABLE, CompareConfig, compare_into
-    from hetdpt.flow.comparison.rows import RESULTS, MethodComparison
+    from hetdpt.flow.comparison.compare import FIGURE, RESULTS, TABLE, CompareConfig, compare_into, read_comparison
     from hetdpt.flow.comparison.work import PLANS
     from hetdpt.flow.execution import Execution
     from hetdpt.flow.recipes import recipe as recipe_called
@@ -140,7 +139,7 @@ def compare(
         ):
             if not as_json:
                 say(_line(done))
-    found = MethodComparison.read(out)
+    found = read_comparison(out)
     if as_json:
         return print_json(directory=str(out), **found.to_dict())
     _print(found)

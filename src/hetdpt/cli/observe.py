@@ -41,7 +41,7 @@ from hetdpt.core.errors import PlanError
 from hetdpt.core.plan import KINDS, Kind
 
 if TYPE_CHECKING:
-    from hetdpt.studies.heterogeneity import Observations
+    from hetdpt.results import Observations
     from hetdpt.studies.observe import Observed
     from hetdpt.surgery.record import Removal
 
@@ -120,7 +120,7 @@ def observe(
 
 def _line(one: Observed) -> str:
     from hetdpt.report.observation import spell
-    from hetdpt.studies.heterogeneity import Asymmetry, Disparity
+    from hetdpt.results import Asymmetry, Disparity
 
     result, by = one.result, "" if one.is_own else " (done before, or by another process)"
     if isinstance(result, Disparity):

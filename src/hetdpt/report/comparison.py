@@ -14,7 +14,7 @@ from hetdpt.report.scan import Look
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from hetdpt.flow.comparison.rows import ComparisonRow, MethodComparison, MethodSummary
+    from hetdpt.results import ComparisonRow, MethodComparison, MethodSummary
 
 COLUMNS = (
     "layers", "method", "seed", "split", "attention", "activation", "removal", "start", "accuracy", "speedup",

@@ -13,7 +13,7 @@ from hetdpt.report.scan import FLOOR, draw_level, draw_line, finish, say, to_log
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from hetdpt.studies.heterogeneity import Observations
+    from hetdpt.results import Observations
 
     Removal = str | tuple[str, str]
 

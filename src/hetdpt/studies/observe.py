@@ -30,10 +30,11 @@ from hetdpt.flow.collection.work import STEPS
 from hetdpt.flow.execution import Execution, accuracies
 from hetdpt.measurement.accuracy import evaluate
 from hetdpt.report.observation import draw, spell, write_csv
+from hetdpt.results import Asymmetry, Disparity, Observations
 from hetdpt.store.atomic import write_json, written
 from hetdpt.store.jobs import Finished, Guard, Task, read_result
 from hetdpt.store.run_directory import share
-from hetdpt.studies.heterogeneity import Asymmetry, Disparity, Observations, accuracies_without, gradient_disparity
+from hetdpt.studies.heterogeneity import accuracies_without, gradient_disparity
 from hetdpt.surgery.record import Removal
 from hetdpt.surgery.remove import place_, removable
 from hetdpt.training.recover import RecoverConfig

@@ -36,7 +36,7 @@ from hetdpt.data.sources import Data, Source, open_data
 from hetdpt.data.streams import Stream
 from hetdpt.data.subset import Subset, hold_out, subset
 from hetdpt.export.saved import RECIPE, load, require_savable, save
-from hetdpt.flow.comparison.rows import RIGHT, UNREAD, WRONG, Answers, Difference, difference_of
+from hetdpt.flow.comparison.statistics import RIGHT, UNREAD, WRONG, Answers, difference_of
 from hetdpt.flow.execution import Execution
 from hetdpt.flow.recipes import cifar100_transfer
 from hetdpt.flow.resumable import CALIBRATION, recover_into, remove_layers_
@@ -45,6 +45,7 @@ from hetdpt.measurement.costs import Costs
 from hetdpt.measurement.intervals import wilson_interval
 from hetdpt.report.observation import spell
 from hetdpt.report.tokens import write_csv
+from hetdpt.results import Difference
 from hetdpt.store.atomic import write_json, written
 from hetdpt.store.jobs import Finished, Guard, Task, read_result
 from hetdpt.store.run_directory import share

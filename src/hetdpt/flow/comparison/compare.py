@@ -26,29 +26,30 @@ from typing import Any
 from torch import nn
 
 from hetdpt.adapters.identity import fingerprint
-from hetdpt.core.errors import PlanError, PredictError
+from hetdpt.core.errors import FileError, PlanError, PredictError, first_line
 from hetdpt.core.modules import clone, find_device
 from hetdpt.core.plan import Budget, Plan
 from hetdpt.data.sources import Data, open_data
 from hetdpt.data.subset import hold_out
 from hetdpt.flow.collection.collect import collect_into
 from hetdpt.flow.collection.work import SampleDone
-from hetdpt.flow.comparison.rows import RESULTS, ComparisonRow, DenseModel, MethodComparison, summarise
+from hetdpt.flow.comparison.statistics import summarise
 from hetdpt.flow.comparison.work import Cell, ComparisonDone, ComparisonJob, plan_key
 from hetdpt.flow.execution import Execution
 from hetdpt.report.comparison import draw, write_csv
+from hetdpt.results import ComparisonRow, DenseModel, MethodComparison, from_json
 from hetdpt.selection.methods import METHODS, method_called
 from hetdpt.selection.predictor.polynomial import Row
 from hetdpt.selection.predictor.pricing import split_layers
 from hetdpt.selection.predictor.rows import plain_rows
 from hetdpt.selection.predictor.samples import CollectConfig
 from hetdpt.selection.select import SelectConfig
-from hetdpt.store.atomic import write_json, written
+from hetdpt.store.atomic import parse_json, write_json, written
 from hetdpt.store.run_directory import share
 from hetdpt.surgery.remove import place_, ready, removable
 from hetdpt.training.recover import RecoverConfig
 
-SAMPLES, TABLE, FIGURE = "samples", "results.csv", "comparison.png"
+SAMPLES, RESULTS, TABLE, FIGURE = "samples", "results.json", "results.csv", "comparison.png"
 GIVEN = (
     "samples of accuracy were given; where those were measured on the validation images, the splits by the predictor "
     "have seen the images that accuracies are reported on"
@@ -113,7 +114,7 @@ def compare_into(
 
     Called again, it resumes where it was killed; more layers, methods or seeds are added to the results. Several
     processes may share one ``directory`` that all of them see: each takes the next task that no other works on.
-    Methods that choose the same layers share one fine-tuning. ``MethodComparison.read(directory)`` returns the results.
+    Methods that choose the same layers share one fine-tuning. ``read_comparison(directory)`` returns the results.
 
     ``samples`` of accuracy decide how the predictor splits budgets. Without them they are collected first, measured on
     a part of the training images that is held out, so that the validation images decide nothing.
@@ -143,6 +144,16 @@ def compare_into(
     yield from job.run()
     notes = [*_missing(config, offered), *([GIVEN] if is_split and samples is not None else ())]
     _write(directory, _compared(job, notes))
+
+
+def read_comparison(directory: Path) -> MethodComparison:
+    """Return the results in a directory of ``hetdpt compare``; ``FileError`` if there are none."""
+    file = directory / RESULTS
+    try:
+        values = parse_json(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise FileError(f"{file} cannot be read ({first_line(error)}); run hetdpt compare again") from None
+    return from_json(MethodComparison, values, file)
 
 
 def _write(directory: Path, found: MethodComparison) -> None:

@@ -20,12 +20,13 @@ from hetdpt.core.modules import clone
 from hetdpt.core.plan import KINDS, Plan
 from hetdpt.data.sources import Data
 from hetdpt.export.saved import load
-from hetdpt.flow.comparison.rows import Answers, PlanSpeed
+from hetdpt.flow.comparison.statistics import Answers
 from hetdpt.flow.execution import Execution
 from hetdpt.flow.resumable import recover_into
 from hetdpt.measurement.accuracy import evaluate
 from hetdpt.measurement.costs import Costs
 from hetdpt.measurement.speed import measure_throughput
+from hetdpt.results import PlanSpeed
 from hetdpt.selection.importance import Picked
 from hetdpt.selection.methods import method_called
 from hetdpt.selection.predictor.allocate import Allocation

@@ -11,8 +11,7 @@ from torch import nn
 from hetdpt.export.exported import export_model
 from hetdpt.export.saved import load
 from hetdpt.export.saved import save as save_model
-from hetdpt.flow.comparison.compare import GIVEN, CompareConfig, compare_into
-from hetdpt.flow.comparison.rows import ComparisonRow, MethodComparison
+from hetdpt.flow.comparison.compare import GIVEN, CompareConfig, compare_into, read_comparison
 from hetdpt.flow.comparison.work import Trained
 from hetdpt.flow.stages.budget import samples_of
 from hetdpt.flow.stages.layers import FOLDER, plan_of
@@ -23,6 +22,7 @@ from hetdpt.measurement.costs import Costs
 from hetdpt.measurement.machine import Machine
 from hetdpt.measurement.speed import latency_breakdown, measure_throughput
 from hetdpt.report.write import write_reports
+from hetdpt.results import ComparisonRow
 from hetdpt.selection.methods import method_called
 from hetdpt.store.atomic import sha256, write_json
 from hetdpt.store.stage_directory import SUMMARY
@@ -100,7 +100,7 @@ def compare(task: StageTask) -> Result:
         outcome = getattr(done, "outcome", None)
         if isinstance(outcome, Trained) and outcome.method:
             task.note(f"{outcome.method}: {outcome.accuracy:.2f} %")
-    found = MethodComparison.read(task.directory)
+    found = read_comparison(task.directory)
     rows = [_row(row) for row in found.rows]
     warnings = [*left_out, *(text for text in found.warnings if text != GIVEN)]  # ours are of images held out
     return {"rows": rows, "images": found.dense.images, "measured": found.measured, "warnings": warnings}
