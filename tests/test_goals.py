@@ -78,7 +78,7 @@ def test_shares_are_of_the_dense_model() -> None:
 
 
 def test_goals_together() -> None:
-    wanted = Wanted({"macs": 3e9, "layers": 4, "params": None})  # type: ignore[dict-item]
+    wanted = Wanted({"macs": 3e9, "layers": 4})
     assert list(wanted.conditions) == ["layers", "macs"]
     assert wanted.miss(Measures(layers=2, macs=6e9)) == 1.5
     assert wanted.missed(Measures(layers=4, macs=6e9)) == ["macs"]

@@ -319,7 +319,9 @@ class TestOtherWays:
         edit(copy, "measure", speedup={"value": 1.1, "low": 1.05, "high": 1.15})
         goal = hetdpt.run(asked(home, out=copy, **config)).goal
         assert not goal.is_met
-        assert goal.text.startswith("a speedup of 1.2 was wanted and 1.100 measured: missed by 8.3 %; next: ")
+        assert goal.text.startswith(
+            "the goal was at least 1.2× faster, the result is a speedup of 1.1: missed by 8.3 %; next: "
+        )
         layers = goal.next.budget.attention + goal.next.budget.activation
         assert 10 / (10 - layers) >= 1.2 * expected / 1.1  # as wrong there as it was here
         words = shlex.split(further(goal.next.budget, copy))
@@ -334,12 +336,15 @@ class TestOtherWays:
     @pytest.mark.parametrize(
         ("goal", "words"),
         [
-            ({"layers": 7}, "7 layers are to go, but this model has 6 that can; ask for fewer"),
+            ({"layers": 7}, "the goal is 7 layers removed, but this model has 6 that can be removed"),
             (
                 {"layers": None, "speedup": 1000.0},
-                "speedup 1000 is out of reach: without any of the 6 layers .* ask for less",
+                "the goal 'at least 1k× faster' is out of reach: without any of its 6 removable layers .* easier goal",
             ),
-            ({"layers": None, "macs": "1%"}, "macs .* is out of reach: .* it would be .*; ask for less"),
+            (
+                {"layers": None, "macs": "1%"},
+                "the goal 'at most .* MACs' is out of reach: .* the model would have .* MACs; set an easier goal",
+            ),
         ],
     )
     def test_a_goal_out_of_reach_is_refused_before_hours_are_spent(
@@ -451,7 +456,7 @@ class TestOtherWays:
             hetdpt.run(asked(home, **config, tokens="tome:2"), inputs=(swin, data), until="analyse")
         with pytest.raises(hetdpt.HetDPTError, match="narrower|width"):
             hetdpt.run(asked(home, **config, plus=True, macs="50%"), inputs=(swin, data), until="analyse")
-        with pytest.raises(PlanError, match="macs .* is out of reach: with 5 % of its width it would be"):
+        with pytest.raises(PlanError, match="MACs' is out of reach: with 5 % of its width the model would have"):
             hetdpt.run(asked(home, **config | {"img_size": None}, plus=True, macs="0.1%"), until="analyse")
 
     def test_so_many_layers_that_nothing_is_left_to_width(self, home: Path, tmp_path: Path) -> None:

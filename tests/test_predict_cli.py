@@ -18,7 +18,7 @@ from PIL import Image
 from test_cli import Run
 from test_training_cli import build
 
-from hetdpt.cli.predict import read_amount
+from hetdpt.core.goals import GOALS
 from hetdpt.core.plan import Budget, Sample
 from hetdpt.results import Price, Prices
 from hetdpt.selection.predictor.polynomial import fit_predictor
@@ -158,7 +158,7 @@ def test_the_screen_says_what_json_says(run: Run, listing: Path, monkeypatch: py
         "draws; cannot be told from: 3+5, 5+3, 2+6, 6+2, 1+7, 7+1, 0+8, 8+0\n"
     ) in result.out
     assert result.err == "".join(f"warning: {text}\n" for text in found["warnings"])
-    assert "4 attention + 4 activation lies beyond the samples" in result.err
+    assert "4 attention + 4 activation is beyond the samples" in result.err
 
 
 def test_without_a_budget_there_is_the_fit_and_the_frontier(run: Run, listing: Path) -> None:
@@ -207,12 +207,12 @@ BUDGETS: dict[str, tuple[tuple[Any, ...], Test]] = {
 
 @pytest.mark.parametrize("text", ["2.9G", "2.9 g", "2900M", "2900000k", "2900000000", "2.9e9", "2.9e3m", "29e2 M"])
 def test_suffixes(text: str) -> None:
-    assert read_amount("macs", text).of(4e9) == pytest.approx(2.9e9)  # one rounding
+    assert GOALS["macs"].parse(text).of(4e9) == pytest.approx(2.9e9)  # one rounding
 
 
 @pytest.mark.parametrize(("text", "value"), [("72.5%", 2.9e9), ("72.5 %", 2.9e9), ("100%", 4e9), ("57%", 2.28e9)])
 def test_percentages(text: str, value: float) -> None:
-    assert read_amount("macs", text).of(4e9) == value  # to the bit, so that a split with just as much meets it
+    assert GOALS["macs"].parse(text).of(4e9) == value  # to the bit, so that a split with just as much meets it
 
 
 @pytest.mark.parametrize("name", BUDGETS)
@@ -249,7 +249,7 @@ def test_costs_without_times_are_enough_for_macs(run: Run, listing: Path, tmp_pa
     assert "frontier: what to remove for each number of layers" in result.out
     assert "speedup" not in result.out
     run(*options, "--speedup", 1.2).is_refused(
-        "a speedup needs the time of each layer, which these prices do not have; measure them anew"
+        "the goal speedup needs the time of each layer, which these prices do not have; measure them again"
     )
 
 
@@ -322,7 +322,7 @@ def test_a_run_directory_that_is_not_whole(run: Run, tmp_path: Path) -> None:
     )
     (directory / "prices.json").unlink()
     run("predict", directory, "--blocks", 12, "--speedup", 1.2).is_refused_like(
-        "for speedup it must be known what each layer costs; give prices: .*"
+        "the goal speedup needs the cost of each layer; give --prices FILE, .*"
     )
     (directory / "samples.csv").unlink()
     run("predict", directory).is_refused(
@@ -447,19 +447,22 @@ def test_blocks_are_not_guessed(run: Run, listing: Path) -> None:
     ("options", "text"),
     [
         (("--layers", 30), r"no split meets layers = 30; the nearest is 12 attention \+ 12 activation, 24 layers, .*"),
-        (("--layers", -1), "layers is -1; a whole number from 0 on was expected"),
-        (("--macs", "1%"), r"no split meets macs <= 4e\+07; the nearest is 12 attention \+ 12 activation, .*"),
+        (("--layers", -1), "--layers is -1; expected a whole number of at least 0, such as 8"),
+        (("--macs", "1%"), r"no split meets macs <= 40M; the nearest is 12 attention \+ 12 activation, .*"),
         (
             ("--speedup", 9),
-            r"no split meets speedup >= 9; the nearest is 12 attention \+ 12 .*, a speedup of 2\.500; .*",
+            r"no split meets speedup >= 9; the nearest is 12 attention \+ 12 .*, a speedup of 2\.5, .*",
         ),
-        (("--speedup", "nan"), "speedup is nan; a number above 0 was expected"),
-        (("--params", "0%"), r"params is 0\.0; a number above 0 was expected"),
+        (("--speedup", "nan"), "--speedup is nan; expected a number above 0, such as 1.5"),
+        (
+            ("--params", "0%"),
+            "--params is '0%'; expected a number above 0, such as 16M, or a percentage .*",
+        ),
         *(
             (
                 ("--macs", amount),
-                f"--macs is '{re.escape(amount)}'; a number such as 3.2G, 16M or 3200000, or a part of the dense model "
-                "such as 70%, was expected",
+                f"--macs is '{re.escape(amount)}'; expected a number above 0, such as 3G, or a percentage of the dense "
+                "model such as 70%",
             )
             for amount in ("many", "3,2G", "-3G", "3.2GM", "%")
         ),
@@ -475,7 +478,7 @@ def test_bad_options(run: Run, listing: Path, prices: Path, options: tuple[Any, 
 def test_costs_need_prices(run: Run, listing: Path, option: tuple[Any, ...]) -> None:
     name = option[0].removeprefix("--")
     run("predict", listing, "--blocks", 12, *option).is_refused_like(
-        f"for {name} it must be known what each layer costs; give prices: .*"
+        f"the goal {name} needs the cost of each layer; give --prices FILE, .*"
     )
 
 
@@ -490,8 +493,8 @@ def test_bad_prices(run: Run, listing: Path, tmp_path: Path) -> None:
     deep = Prices(PRICES.dense, PRICES.attention * 2, PRICES.activation * 2)
     (tmp_path / "prices.json").write_text(deep.to_json())
     run(*call).is_refused(
-        "the prices are of 24 attention and 24 activation layers, but the samples of a model with 12 blocks; give "
-        "those of one model"
+        "the prices are of 24 attention and 24 activation layers, but the samples are of a model with 12 blocks; "
+        "give prices and samples of the same model"
     )
 
 

@@ -21,6 +21,7 @@ from scipy.stats import t as student_t
 import hetdpt
 from hetdpt import Budget, Predictor, Price, Prices, Sample, Split, allocate, fit_predictor, frontier
 from hetdpt.core.errors import PredictError
+from hetdpt.core.goals import GOALS
 from hetdpt.selection.predictor.polynomial import DEGREES, LeaveTwoOut
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
@@ -557,7 +558,7 @@ def test_a_recheck_decides() -> None:
     assert [split.measured for split in measured.table[:4]] == [78.0, 78.5, 78.5, None]
     assert "beyond the samples" in found.warnings[0]  # which is no reason to doubt what was measured there
     [warning] = measured.warnings
-    assert "would choose 8 attention + 0 activation; sample further, or recheck it" in warning
+    assert "would choose 8 attention + 0 activation; collect more samples, or recheck it" in warning
     assert measured.with_rechecked([Sample(Budget(8, 0), 70.0)]).warnings == ()
 
 
@@ -675,8 +676,8 @@ def test_a_poor_fit_is_told() -> None:
 def test_a_choice_beyond_the_samples_is_told() -> None:
     found = allocate(fitted("map_listing_16"), layers=8)
     assert found.warnings[0] == (
-        "4 attention + 4 activation lies beyond the samples (the nearest is 3 attention + 3 activation); sample "
-        "further or recheck"
+        "4 attention + 4 activation is beyond the samples (the nearest is 3 attention + 3 activation); collect more "
+        "samples, or recheck it"
     )
     within = allocate(fitted("map_table_22"), layers=5)
     assert within.best.is_beyond is False
@@ -701,8 +702,8 @@ def test_a_degree_that_would_choose_otherwise_is_told() -> None:
     doubtful = allocate(fitted("map_listing_16"), layers=8)
     assert doubtful.predictor.rivals == (1, 2)
     assert doubtful.warnings[1:] == (
-        "the samples do not decide the degree: degree 1 predicts those left out nearly as well and would choose "
-        "8 attention + 0 activation; sample further, or recheck it",
+        "the samples do not determine the degree: degree 1 predicts left-out samples nearly as well and would choose "
+        "8 attention + 0 activation; collect more samples, or recheck it",
     )
     assert allocate(doubtful.predictor.with_degree(1), layers=8).budget == Budget(8, 0)
     settled = allocate(fitted("map_table_22"), layers=8)
@@ -735,7 +736,7 @@ def test_beyond_is_outside_of_the_triangle_of_samples() -> None:
 def test_a_corner_is_told() -> None:
     found = allocate(linear(12, (0.5, 0.6)), layers=8)
     assert found.warnings == (
-        "the predictor prefers a corner, 8 attention + 0 activation: the best that is none, 7 attention + 1 "
+        "the predictor prefers a corner, 8 attention + 0 activation: the best split that is not one, 7 attention + 1 "
         "activation, is predicted 0.10 points lower; recheck both before you rely on it",
     )
     assert found.with_rechecked([Sample(Budget(8, 0), 70.0)]).warnings == found.warnings  # no other was measured
@@ -942,9 +943,9 @@ def test_no_blocks_are_refused() -> None:
             fit_predictor(GOOD, blocks=blocks)
 
 
-@pytest.mark.parametrize("layers", [True, 2.0, float("nan"), "2"])
+@pytest.mark.parametrize("layers", [True, 2.0, float("nan")])
 def test_layers_are_counted(layers: Any) -> None:
-    with refused(f"layers is {layers}; a whole number from 0 on was expected"):
+    with refused(f"layers is {layers!r}; expected a whole number of at least 0, such as 8"):
         allocate(linear(4, (0.5, 0.6)), layers=layers)
     assert allocate(linear(4, (0.5, 0.6)), layers=np.int64(2)).table  # type: ignore[arg-type]
 
@@ -993,57 +994,65 @@ PRICED = Prices(Price(4619068928, 22e6, 40), (Price(350e6, 0.6e6, 2.5),) * 4, (P
 @pytest.mark.parametrize(
     ("wanted", "prices", "text"),
     [
-        ({}, None, "say what is to be met: layers=8, macs=3.2e9, params=16e6 or speedup=1.3, or several"),
-        ({"layers": -1}, None, "layers is -1; a whole number from 0 on was expected"),
-        ({"layers": 2.5}, None, "layers is 2.5; a whole number from 0 on was expected"),
-        ({"macs": 0}, PRICED, "macs is 0; a number above 0 was expected"),
-        ({"params": float("nan")}, PRICED, "params is nan; a number above 0 was expected"),
-        ({"speedup": float("inf")}, PRICED, "speedup is inf; a number above 0 was expected"),
+        ({}, None, "no goal was given; expected layers, speedup, macs, params, or several of them"),
+        ({"layers": -1}, None, "layers is -1; expected a whole number of at least 0, such as 8"),
+        ({"layers": 2.5}, None, "layers is 2.5; expected a whole number of at least 0, such as 8"),
+        (
+            {"macs": 0},
+            PRICED,
+            f"macs is 0; expected {GOALS['macs'].expected}",
+        ),
+        (
+            {"params": float("nan")},
+            PRICED,
+            f"params is nan; expected {GOALS['params'].expected}",
+        ),
+        ({"speedup": float("inf")}, PRICED, "speedup is inf; expected a number above 0, such as 1.5"),
         (
             {"layers": 2, "speedup": 1.2},
             None,
-            "for speedup it must be known what each layer costs; give prices: --prices FILE, or --model MODEL, which "
-            "measures them; a directory of hetdpt collect has them",
+            "the goal speedup needs the cost of each layer; give --prices FILE, or --model MODEL to measure them; a "
+            "directory of hetdpt collect has them",
         ),
         (
             {"macs": 3e9, "params": 16e6},
             None,
-            "for macs and params it must be known what each layer costs; give prices: --prices FILE, or --model MODEL, "
-            "which measures them; a directory of hetdpt collect has them",
+            "the goal macs and params needs the cost of each layer; give --prices FILE, or --model MODEL to measure "
+            "them; a directory of hetdpt collect has them",
         ),
         (
             {"speedup": 1.2},
             Prices(Price(9, 9), (Price(1, 1),), (Price(1, 1),)),
-            "a speedup needs the time of each layer, which these prices do not have; measure them anew",
+            "the goal speedup needs the time of each layer, which these prices do not have; measure them again",
         ),
         (
             {"layers": 2},
             Prices(Price(9, 9), (Price(1, 1),) * 5, (Price(1, 1),) * 3),
-            "the prices are of 5 attention and 3 activation layers, but the samples of a model with 4 blocks; give "
-            "those of one model",
+            "the prices are of 5 attention and 3 activation layers, but the samples are of a model with 4 blocks; "
+            "give prices and samples of the same model",
         ),
         (
             {"layers": 9},
             None,
-            "no split meets layers = 9; the nearest is 4 attention + 4 activation, 8 layers; ask for that",
+            "no split meets layers = 9; the nearest is 4 attention + 4 activation, 8 layers; change the goal to that",
         ),
         (
             {"speedup": 2},
             PRICED,
-            "no split meets speedup >= 2; the nearest is 4 attention + 4 activation, 8 layers, 1.62e+09 MACs, "
-            "1.56e+07 parameters, a speedup of 1.666; ask for that",
+            "no split meets speedup >= 2; the nearest is 4 attention + 4 activation, 8 layers, a speedup of "
+            "1.666, 1.62G MACs, 15.6M parameters; change the goal to that",
         ),
         (
             {"macs": 1e9},
             PRICED,
-            "no split meets macs <= 1e+09; the nearest is 4 attention + 4 activation, 8 layers, 1.62e+09 MACs, "
-            "1.56e+07 parameters, a speedup of 1.666; ask for that",
+            "no split meets macs <= 1G; the nearest is 4 attention + 4 activation, 8 layers, a speedup of "
+            "1.666, 1.62G MACs, 15.6M parameters; change the goal to that",
         ),
         (
             {"layers": 3, "speedup": 1.4},
             PRICED,
             "no split meets layers = 3 and speedup >= 1.4; the nearest is 3 attention + 0 activation, 3 layers, "
-            "3.57e+09 MACs, 2.02e+07 parameters, a speedup of 1.230; ask for that",
+            "a speedup of 1.23, 3.57G MACs, 20.2M parameters; change the goal to that",
         ),
     ],
 )
@@ -1060,9 +1069,10 @@ def test_asking_for_the_nearest_is_met(few_draws: None) -> None:
         for wanted in ({"macs": 1.0}, {"params": 1.0}, {"speedup": 99.0}):
             with pytest.raises(PredictError) as refusal:
                 allocate(predictor, prices=prices, **wanted)  # type: ignore[arg-type]
-            numbers = re.search(r"layers, (\S+) MACs, (\S+) parameters, a speedup of (\S+);", str(refusal.value))
+            numbers = re.search(r"layers, a speedup of (\S+), (\S+) MACs, (\S+) parameters;", str(refusal.value))
             assert numbers
-            macs, params, speedup = (float(number) for number in numbers.groups())
+            amounts = zip(("speedup", "macs", "params"), numbers.groups(), strict=True)
+            speedup, macs, params = (GOALS[name].parse(text).value for name, text in amounts)
             asked = {"macs": macs, "params": params, "speedup": speedup}
             allocate(predictor, prices=prices, **{name: asked[name] for name in wanted})  # type: ignore[arg-type]
             found += 1

@@ -52,7 +52,6 @@ WITHOUT_TORCH_TOO = {
     *(f"core/{name}.py" for name in ("plan", "goals", "tokens", "errors", "format", "host", "published")),
     *(f"selection/predictor/{name}.py" for name in ("rows", "polynomial", "allocate")),
     *(f"store/{name}.py" for name in ("atomic", "queue", "lock", "settings", "config_diff", "stage_directory")),
-    "measurement/prices.py",
     "data/table.py",
 }
 # The front door hands out names lazily and knows every room.

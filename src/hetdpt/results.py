@@ -16,6 +16,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from hetdpt.core.errors import FileError, HetDPTError, PredictError, first_line
 from hetdpt.core.format import estimate, times
+from hetdpt.core.goals import Measures
 from hetdpt.core.plan import KINDS, Budget, Kind, Plan, Site
 from hetdpt.core.tokens import Tokens
 from hetdpt.store.atomic import CHECKSUM, parse_json, sealed
@@ -55,6 +56,9 @@ def from_json(kind: type[T], values: Any, file: Path) -> T:
 # Values that several stages share
 
 
+PRICES_FILE = "prices.json"  # of a directory of hetdpt collect
+
+
 @dataclass(frozen=True)
 class Price:
     """The cost of a model, or the part of it that removing one layer saves."""
@@ -63,6 +67,11 @@ class Price:
     params: float
     ms: float | None = None
     """Milliseconds of a batch; None if not measured."""
+
+    @property
+    def measures(self) -> Measures:
+        """The cost as that of a dense model."""
+        return Measures(layers=0, macs=self.macs, params=self.params, ms=self.ms, speedup=1.0)
 
 
 @dataclass(frozen=True)
@@ -97,6 +106,11 @@ class Prices:
         if left is None or self.dense.ms is None:
             return None
         return self.dense.ms / left if left > 0 else inf
+
+    def measures(self, budget: Budget) -> Measures:
+        """Return all that can be a goal, for the model without the layers of ``budget``."""
+        left, layers = self.of(budget), budget.attention + budget.activation
+        return Measures(layers=layers, macs=left.macs, params=left.params, ms=left.ms, speedup=self.speedup(budget))
 
     def count(self, kind: Kind) -> int:
         """Return the number of removable layers of that kind."""
@@ -191,6 +205,7 @@ class Split:
     """Whether it cannot be told from the best: the interval of the difference contains 0."""
     macs: float | None = None
     params: float | None = None
+    ms: float | None = None
     speedup: float | None = None
     measured: float | None = None
     """The accuracy in percent after a longer fine-tuning; None if it had none."""
@@ -198,6 +213,11 @@ class Split:
     @property
     def layers(self) -> int:
         return self.budget.attention + self.budget.activation
+
+    @property
+    def measures(self) -> Measures:
+        """All that can be a goal."""
+        return Measures(layers=self.layers, macs=self.macs, params=self.params, ms=self.ms, speedup=self.speedup)
 
     def __str__(self) -> str:
         return f"{self.budget.attention} attention + {self.budget.activation} activation"

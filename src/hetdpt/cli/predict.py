@@ -26,7 +26,7 @@ from hetdpt.cli.options import (
 from hetdpt.cli.prediction import PREDICT, SHOWN, Prediction, print_prediction, write_prediction
 from hetdpt.cli.show import print_json, stages
 from hetdpt.core.errors import PredictError
-from hetdpt.measurement.prices import Amount, read_amount
+from hetdpt.core.goals import GOALS, Amount, Measures
 from hetdpt.store.atomic import parse_json
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ def predict(
     from hetdpt.store.atomic import require_new
 
     given = {"macs": macs, "params": params, "layers": layers, "speedup": speedup}
-    wanted = {name: read_amount(f"--{name}", value) for name, value in given.items() if value is not None}
+    wanted = {name: GOALS[name].parse(value, f"--{name}") for name, value in given.items() if value is not None}
     sizes: dict[str, Any] = {"num_classes": num_classes, "img_size": img_size}
     sizes |= {"weights": weights, "pretrained": pretrained}
     place: dict[str, Any] = {"batch": batch, "device": device, "removal": removal}
@@ -159,7 +159,7 @@ class Recheck:
                     speed = f", {done.result.speedup:.3f}x as fast" if done.result.speedup else ""
                     say(f"measured again: {counts}: {done.result.before:.2f} -> {done.result.accuracy:.2f} %{speed}")
         decided = allocation.with_rechecked(found)
-        wanted, measured = decided.wanted.speedup, speeds.get(decided.budget)
+        wanted, measured = decided.wanted.conditions.get("speedup"), speeds.get(decided.budget)
         if wanted and measured and measured < wanted:
             text = f"a speedup of {wanted:g} was asked for, but {measured:.3f} is what was measured; ask for more"
             typer.echo(f"warning: {text}", err=True)
@@ -198,8 +198,7 @@ def _read_run(samples: Path) -> dict[str, Any]:
 
 def _read_prices(samples: Path, file: Path | None) -> Prices | None:
     """Return the prices in ``file`` or, where none is given, those beside the samples, if there are any."""
-    from hetdpt.measurement.prices import PRICES_FILE
-    from hetdpt.results import Prices
+    from hetdpt.results import PRICES_FILE, Prices
 
     if file is None:
         file = samples / PRICES_FILE
@@ -229,6 +228,6 @@ def _measure(model: str, sizes: dict[str, Any], place: dict[str, Any], blocks: i
 def _allocate(predictor: Predictor, wanted: dict[str, Amount], prices: Prices | None) -> Allocation:
     from hetdpt.selection.predictor.allocate import allocate
 
-    dense = {"macs": prices.dense.macs, "params": prices.dense.params} if prices else {}
-    limits: dict[str, Any] = {name: amount.of(dense.get(name)) for name, amount in wanted.items()}
+    dense = prices.dense.measures if prices else Measures()
+    limits: dict[str, Any] = {name: amount.of(GOALS[name].reached(dense)) for name, amount in wanted.items()}
     return allocate(predictor, prices=prices, **limits)

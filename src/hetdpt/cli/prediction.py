@@ -46,8 +46,8 @@ class Prediction:
 
 def write_prediction(found: Prediction, out: Path, overwrite: bool) -> None:
     """Write all of it to the directory ``out``, at once."""
-    from hetdpt.measurement.prices import PRICES_FILE
     from hetdpt.report.frontier import draw, write_csv
+    from hetdpt.results import PRICES_FILE
     from hetdpt.store.atomic import new_directory
 
     best = found.allocation.best if found.allocation else None

@@ -26,7 +26,7 @@ from hetdpt.cli.options import (
 from hetdpt.cli.show import note_random_weights, print_, print_costs, print_json, stages, table
 from hetdpt.core.errors import DataError, ModelError, PlanError
 from hetdpt.core.format import estimate, percent
-from hetdpt.measurement.prices import read_amount
+from hetdpt.core.goals import GOALS
 
 if TYPE_CHECKING:
     from torch import nn
@@ -108,8 +108,8 @@ def width(
         found = narrow_to(
             network,
             ratio=ratio,
-            macs=read_amount("--macs", macs).of(before.macs) if macs else None,
-            params=read_amount("--params", params).of(before.params) if params else None,
+            macs=GOALS["macs"].parse(macs, "--macs").of(before.macs) if macs else None,
+            params=GOALS["params"].parse(params, "--params").of(before.params) if params else None,
             speedup=speedup,
             config=config,
             batches=batches,

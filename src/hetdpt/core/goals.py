@@ -109,8 +109,8 @@ class Goal:
         return self.measure or self.name
 
     @property
-    def is_for_width(self) -> bool:
-        """Whether a model can meet it by losing width."""
+    def is_bound(self) -> bool:
+        """Whether it bounds something, so that a model can also meet it by losing width."""
         return self.direction != "exactly"
 
     @property
@@ -181,6 +181,16 @@ class Goal:
         """Whether ``found`` meets it, to a part of ``tolerance``; what is not known does not."""
         reached = self.reached(found)
         return reached is not None and self.excess(reached, wanted) <= tolerance
+
+    def shortfall(self, reached: float, wanted: float) -> str:
+        """Return by how much ``reached`` misses ``wanted``, in words.
+
+        >>> GOALS["speedup"].shortfall(1.2, 1.5)
+        'the goal was at least 1.5× faster, the result is a speedup of 1.2: missed by 20.0 %'
+        """
+        by = 100 * abs(reached / wanted - 1)
+        goal, result = self.describe(short(wanted)), self.show(reached)
+        return f"the goal was {goal}, the result is {result}: missed by {by:.1f} %"
 
     def attainable(self, reached: float) -> float:
         """Return ``reached``, rounded so that it meets the rounded number as a goal."""
@@ -256,14 +266,14 @@ class Wanted:
     """By the name of the goal."""
 
     def __post_init__(self) -> None:
-        given: dict[str, Any] = {name: value for name, value in self.conditions.items() if value is not None}
+        given: dict[str, Any] = dict(self.conditions)
         if unknown := given.keys() - GOALS.keys():
             raise PredictError(f"{min(unknown)} is not a goal; expected {', '.join(GOALS)}")
         if not given:
             raise PredictError(f"no goal was given; expected {', '.join(GOALS)}, or several of them")
         for name, value in given.items():
             if isinstance(value, str):
-                raise PredictError(f"{name} is {value!r}; expected {GOALS[name].expected}, but as a number, not text")
+                raise PredictError(f"{name} is {value!r}; expected a number, not text")
             GOALS[name].parse(value)
         object.__setattr__(self, "conditions", {name: given[name] for name in GOALS if name in given})
 

@@ -13,17 +13,16 @@ from types import NoneType
 from typing import Any, Literal
 
 from hetdpt.core.errors import PlanError, PredictError, TrainError
+from hetdpt.core.goals import GOALS, GoalFields, Measures, Wanted
 from hetdpt.core.plan import Plan
 from hetdpt.core.tokens import read_tokens
 from hetdpt.data.table import DEMO
 from hetdpt.export.runtimes import EXPORTS, ExportRuntime, require_runtimes
 from hetdpt.flow.recipes import quick
 from hetdpt.flow.recipes import recipe as recipe_called
-from hetdpt.measurement.prices import Amount, read_amount
 from hetdpt.reduce.width.narrow import WidthConfig
 from hetdpt.results import Price
 from hetdpt.selection.methods import METHODS, method_called
-from hetdpt.selection.predictor.allocate import Wanted
 from hetdpt.selection.predictor.samples import CollectConfig
 from hetdpt.selection.select import SelectConfig
 from hetdpt.store.settings import checked, made, read_settings, setting_types, spelled, write_yaml
@@ -37,7 +36,7 @@ ABOUT = "# What a run of hetdpt was asked for, every setting. The same again: he
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunConfig:
+class RunConfig(GoalFields):
     """What ``hetdpt.run`` is to do: from a dense model to a faster one, by a goal.
 
     >>> RunConfig(model="demo", data="demo", out=Path("runs/demo"), layers=8).is_split
@@ -62,14 +61,6 @@ class RunConfig:
     """Where torch/, hfds/ and wds/ data is kept, and where a relative folder begins."""
     download: bool = False
     """Whether torch/ data that is not there is fetched."""
-    layers: int | None = None
-    """Goal: exactly so many layers go."""
-    speedup: float | None = None
-    """Goal: at least so many times faster, on this device."""
-    macs: float | str | None = None
-    """Goal: at most so many multiply-accumulates are left: 3.2e9, ``3.2G``, or ``70%`` of the dense model's."""
-    params: float | str | None = None
-    """Goal: at most so many parameters are left, written likewise."""
     budget: tuple[int, int] | None = None
     """Exactly so many attention layers and so many activations go: nothing is sampled, other goals are only checked."""
     method: str = "hetdpt"
@@ -184,17 +175,18 @@ class RunConfig:
     @property
     def wanted(self) -> Wanted:
         """What a split has to meet, in numbers; parts of the dense model are such only after ``with_numbers``."""
-        if parts := [name for name, amount in self._amounts.items() if amount.is_part]:
+        amounts = self.amounts()
+        if shares := [name for name, amount in amounts.items() if amount.is_share]:
             raise PredictError(
-                f"{parts[0]} is a part of the dense model, whose costs are not known yet; count them first"
+                f"{shares[0]} is a percentage of the dense model, whose costs are not known yet; count them first"
             )
-        layers = sum(self.budget) if self.budget is not None else self.layers
-        return Wanted(layers, speedup=self.speedup, **{n: amount.value for n, amount in self._amounts.items()})
+        layers = {} if self.budget is None else {"layers": sum(self.budget)}
+        return Wanted({name: amount.value for name, amount in amounts.items()} | layers)
 
     @property
     def target(self) -> dict[str, float]:
         """What width has to meet, in numbers: the one goal that is no number of layers."""
-        return {name: value for name, value in self.wanted.conditions.items() if name != "layers"}
+        return {name: value for name, value in self.wanted.conditions.items() if GOALS[name].is_bound}
 
     def located(self) -> RunConfig:
         """Return this config with whole paths, so that it means the same from any working directory."""
@@ -213,7 +205,8 @@ class RunConfig:
         >>> config.with_numbers(Price(macs=4e9, params=1e6)).macs
         2800000000.0
         """
-        numbers: dict[str, Any] = {name: amount.of(getattr(dense, name)) for name, amount in self._amounts.items()}
+        shares = {name: amount for name, amount in self.amounts().items() if amount.is_share}
+        numbers: dict[str, Any] = {n: amount.of(GOALS[n].reached(dense.measures)) for n, amount in shares.items()}
         return replace(self, **numbers)
 
     @classmethod
@@ -253,12 +246,6 @@ class RunConfig:
         """Return every setting as YAML, which ``resolve`` reads again."""
         return ABOUT + write_yaml(asdict(self))
 
-    @property
-    def _amounts(self) -> dict[str, Amount]:
-        """How much may be left."""
-        given = {"macs": self.macs, "params": self.params}
-        return {name: read_amount(name, value) for name, value in given.items() if value is not None}
-
     def _settle(self) -> None:
         """Turn what stands for a value into it: texts for paths and numbers, lists for tuples; refuse other types."""
         types = setting_types(type(self))
@@ -267,28 +254,21 @@ class RunConfig:
                 object.__setattr__(self, name, checked(types, name, value))
             elif not isinstance(value, types[name]):
                 raise TrainError(f"{name} is {value!r}, but a {types[name].__name__} was expected")
-        for name in ("macs", "params"):
-            if isinstance(value := getattr(self, name), str):
-                amount = read_amount(name, value)
-                object.__setattr__(self, name, "".join(value.split()) if amount.is_part else amount.value)
+        for name, value in self.goals.items():
+            if isinstance(value, str):
+                amount = GOALS[name].parse(value)
+                object.__setattr__(self, name, str(amount) if amount.is_share else amount.value)
 
     def _require_goal(self) -> None:
-        amounts = self._amounts
-        if not amounts and (self.layers, self.speedup, self.budget) == (None,) * 3:
-            raise PlanError(
-                "a run needs a goal: how many layers go (--layers 8), how much faster it is to be (--speedup 1.5), or "
-                "how much may be left (--macs 3G, --params 16M)"
-            )
-        least = 0 if self.plus else 1
-        if self.layers is not None and self.layers < least:
-            raise PlanError(f"at least {least} layer{'s' * (not least)} go{'es' * least}, not {self.layers}")
-        if self.speedup is not None and not self.speedup > 1:
-            raise PlanError(f"a speedup is above 1, such as 1.2, not {self.speedup:g}")
+        amounts = self.amounts()
+        if not amounts and self.budget is None:
+            examples = ", ".join(f"--{goal.name} {goal.example}" for goal in GOALS.values())
+            raise PlanError(f"a run needs a goal; give one of {examples}")
         for name, amount in amounts.items():
-            if amount.is_part and amount.value > 100:
-                raise PlanError(f"{name} is {amount.value:g}% of the dense model; at most 100% was expected")
-        if amounts or (self.layers, self.speedup) != (None, None):
-            Wanted(self.layers, speedup=self.speedup, **{name: amount.value for name, amount in amounts.items()})
+            is_allowed = name == "layers" and self.plus  # width alone may meet another goal
+            if GOALS[name].is_met(Measures(layers=0, speedup=1.0), amount.value) and not is_allowed:
+                example = f"--{name} {GOALS[name].example}"
+                raise PlanError(f"{name} is {amount}, which the dense model meets already; set more, such as {example}")
 
     def _require_methods(self) -> None:
         named = (self.method, *self.compare)
@@ -329,11 +309,11 @@ class RunConfig:
             if replace(self.width, seed=0) != WidthConfig():
                 raise PlanError("width says how width goes (--round-to, ...), but it does not; give --plus")
             return
-        goals = [name for name in ("macs", "params", "speedup") if getattr(self, name) is not None]
-        if len(goals) != 1:
+        bounds = [name for name, goal in GOALS.items() if goal.is_bound]
+        if len(given := [name for name in self.goals if name in bounds]) != 1:
             raise PlanError(
-                f"with --plus width goes until one goal is met: --macs, --params or --speedup; "
-                f"{' and '.join(goals) or 'none of them'} was given"
+                f"with --plus, width is removed until a goal is met; expected exactly one of {', '.join(bounds)}, "
+                f"got {' and '.join(given) or 'none'}"
             )
         if self.compare:
             raise PlanError("other methods remove layers alone, so they are not compared where width goes too (--plus)")

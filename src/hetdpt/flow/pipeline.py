@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from hetdpt.core.errors import PlanError
+from hetdpt.core.goals import GOALS
 from hetdpt.core.randomness import seeded
 from hetdpt.data.sources import Data, open_data
 from hetdpt.export.saved import open_model
@@ -26,23 +27,23 @@ from hetdpt.surgery.record import survey_of
 from hetdpt.training.processes import Accelerator, start
 
 HOW = ("removal", "images")
-GOALS = ("speedup", "macs", "params")
+GOAL = tuple(name for name, goal in GOALS.items() if goal.is_bound)
 SEARCH = ("method", *HOW, "search", "candidates", "explores")
 FLOW = (
     Stage(analyse, ("removal", "batch", "device"), (MODEL, DATA), by_all=True),
     Stage(collect, (*HOW, "rounds", "sampled_layers", "collection"), (MODEL, DATA)),
     Stage(fit, (), (MODEL, "analyse", "collect", SAMPLES)),
-    Stage(allocate, ("layers", *GOALS, "plus"), ("analyse", "fit")),
-    Stage(balance, (*HOW, *GOALS, "width", "depths", "collection", "search", "batch"), (MODEL, DATA, "analyse", "fit")),
+    Stage(allocate, ("layers", *GOAL, "plus"), ("analyse", "fit")),
+    Stage(balance, (*HOW, *GOAL, "width", "depths", "collection", "search", "batch"), (MODEL, DATA, "analyse", "fit")),
     Stage(select, (*SEARCH, "layers", "budget"), (MODEL, DATA, "allocate", "balance"), by_all=True),
-    Stage(narrow, ("images", *GOALS, "width", "batch"), (MODEL, DATA, "analyse", "select")),
+    Stage(narrow, ("images", *GOAL, "width", "batch"), (MODEL, DATA, "analyse", "select")),
     Stage(recover, ("images", "recovery"), (MODEL, DATA, "select", "narrow"), by_all=True),
     Stage(merge, ("keep",), ("recover",)),
     Stage(reduce, ("tokens",), ("merge",)),
     Stage(measure, ("batch", "device"), (MODEL, DATA, "merge", "reduce"), by_all=True),
     Stage(save, ("export", "onnx"), ("merge", "reduce")),
     Stage(compare, ("compare", *SEARCH, "recovery"), (MODEL, DATA, "select")),
-    Stage(report, ("model", "data", *GOALS), STAGES[:-1], is_derived=True),
+    Stage(report, ("model", "data", *GOAL), STAGES[:-1], is_derived=True),
 )
 
 

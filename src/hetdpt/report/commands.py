@@ -7,8 +7,9 @@ from pathlib import Path
 from shlex import join, quote
 from typing import Any
 
+from hetdpt.core.goals import GOALS
 from hetdpt.core.plan import Budget
-from hetdpt.report.run import GOALS, RunRecord
+from hetdpt.report.run import RunRecord
 from hetdpt.store.stage_directory import CONFIG
 
 SHORT = ("weights", "num_classes", "img_size", "data_root", *GOALS, "method", "samples", "tokens")

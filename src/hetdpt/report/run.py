@@ -12,13 +12,12 @@ from typing import Any, TypeVar, get_args, get_type_hints
 from pydantic import TypeAdapter, ValidationError
 
 from hetdpt.core.errors import FileError
+from hetdpt.core.goals import GOALS
 from hetdpt.core.plan import Kind
 from hetdpt.results import Results, RunSummary
 from hetdpt.store.config_diff import read_json
 from hetdpt.store.settings import read_settings
 from hetdpt.store.stage_directory import CONFIG, STAGE, STAGES, SUMMARY, StageRecord, read_flow, read_stages
-
-GOALS = ("layers", "speedup", "macs", "params")
 
 T = TypeVar("T")
 

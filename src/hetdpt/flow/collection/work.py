@@ -22,9 +22,8 @@ from hetdpt.export.saved import RECIPE, load, save
 from hetdpt.flow.collection.tree import DENSE, LETTERS, SampleNode, chain_of
 from hetdpt.flow.execution import Execution, accuracies
 from hetdpt.measurement.accuracy import evaluate
-from hetdpt.measurement.prices import PRICES_FILE
 from hetdpt.measurement.speed import measure_throughput
-from hetdpt.results import Prices
+from hetdpt.results import PRICES_FILE, Prices
 from hetdpt.selection.predictor.pricing import measure_prices
 from hetdpt.selection.predictor.rows import SAMPLES_FILE, write_rows
 from hetdpt.selection.predictor.samples import CHAINS, CollectConfig, EntropyPick, SampleStep, fine_tune, prune_next

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from math import inf, isfinite
+from math import isfinite
 from typing import Any
 
 from torch import nn
 
 from hetdpt.core.errors import PlanError
+from hetdpt.core.goals import GOALS, Measures, Wanted, short
 from hetdpt.core.modules import clone
 from hetdpt.core.plan import KINDS, Budget, Sample
 from hetdpt.core.tokens import read_tokens
@@ -66,20 +67,17 @@ def analyse(task: StageTask) -> Result:
 def _require_reach(config: RunConfig, prices: Prices) -> None:
     """Raise ``PlanError`` for a goal that is missed even without any layer, before hours are spent on it."""
     offered, wanted = Budget(*(prices.count(kind) for kind in KINDS)), config.with_numbers(prices.dense).wanted
-    layers, left = offered.attention + offered.activation, prices.of(offered)
-    if wanted.layers is not None and wanted.layers > layers:
-        raise PlanError(f"{wanted.layers} layers are to go, but this model has {layers} that can; ask for fewer")
+    least = prices.measures(offered)
+    layers, to_remove = offered.attention + offered.activation, wanted.conditions.get("layers", 0)
+    if to_remove > layers:
+        raise PlanError(f"the goal is {to_remove} layers removed, but this model has {layers} that can be removed")
     if config.plus:
         if config.budget is not None:
             _require_room(Budget(*config.budget), prices, config)
         return
-    best = {"speedup": prices.speedup(offered) or inf, "macs": left.macs, "params": left.params}
-    for name, value in wanted.conditions.items():
-        if name in best and (value > best[name] if name == "speedup" else value < best[name]):
-            raise PlanError(
-                f"{name} {value:.4g} is out of reach: without any of the {layers} layers that can go it would be "
-                f"{best[name]:.4g}; ask for less"
-            )
+    for name in wanted.missed(least):
+        if GOALS[name].is_bound:
+            raise _out_of_reach(name, wanted, least, f"without any of its {layers} removable layers")
 
 
 def require_possible(model: nn.Module, config: RunConfig, dense: Costs) -> None:
@@ -88,13 +86,21 @@ def require_possible(model: nn.Module, config: RunConfig, dense: Costs) -> None:
         reduce_tokens_(clone(model), read_tokens(config.tokens))
     if not config.plus:
         return
-    least = narrow_to(model, ratio=MOST, config=replace(config.width, importance="l2", refits=False))
-    for name, value in config.with_numbers(Price(dense.macs, dense.params)).target.items():
-        if name != "speedup" and getattr(least, name) > value:
-            raise PlanError(
-                f"{name} {value:.4g} is out of reach: with {100 * (1 - MOST):.0f} % of its width it would be "
-                f"{getattr(least, name):.4g}; ask for less"
-            )
+    found = narrow_to(model, ratio=MOST, config=replace(config.width, importance="l2", refits=False))
+    least = Measures(macs=found.macs, params=found.params)
+    wanted = Wanted(config.with_numbers(Price(dense.macs, dense.params)).target)
+    for name in wanted.missed(least):
+        if not GOALS[name].is_timed:
+            raise _out_of_reach(name, wanted, least, f"with {100 * (1 - MOST):.0f} % of its width")
+
+
+def _out_of_reach(name: str, wanted: Wanted, least: Measures, when: str) -> PlanError:
+    goal, reached = GOALS[name], GOALS[name].reached(least)
+    shown = goal.show(reached) if reached is not None else "no known value"
+    return PlanError(
+        f"the goal '{goal.describe(short(wanted.conditions[name]))}' is out of reach: {when} the model would have "
+        f"{shown}; set an easier goal"
+    )
 
 
 def _require_room(budget: Budget, prices: Prices, config: RunConfig) -> None:
@@ -109,9 +115,7 @@ def _require_room(budget: Budget, prices: Prices, config: RunConfig) -> None:
 def is_met(budget: Budget, prices: Prices, target: dict[str, float]) -> bool:
     """Whether layers alone are expected to meet the one condition of ``target``."""
     [(name, value)] = target.items()
-    if name == "speedup":
-        return (prices.speedup(budget) or 0.0) >= value
-    return bool(getattr(prices.of(budget), name) <= value)
+    return GOALS[name].is_met(prices.measures(budget), value)
 
 
 def collect(task: StageTask) -> Result:
@@ -176,7 +180,7 @@ def allocate(task: StageTask) -> Result:
     """Return how many layers of each kind go, and how sure that is."""
     config, predictor = task.config, predictor_of(task)
     prices = prices_of(task.results["analyse"])
-    wanted: dict[str, Any] = config.with_numbers(prices.dense).wanted.conditions
+    wanted: dict[str, Any] = dict(config.with_numbers(prices.dense).wanted.conditions)
     if config.plus:
         wanted = {"layers": config.layers}  # the rest of the goal is for width to meet
     allocation = split_budget(predictor, prices=prices, **wanted)

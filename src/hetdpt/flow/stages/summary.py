@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from hetdpt.core.errors import FileError, PredictError, first_line
+from hetdpt.core.goals import GOALS, Measures, Wanted
 from hetdpt.core.plan import Budget
 from hetdpt.flow.comparison.compare import GIVEN
 from hetdpt.flow.config import RunConfig
 from hetdpt.flow.stages.budget import predictor_of, prices_of
 from hetdpt.flow.stages.task import Result, StageTask
 from hetdpt.results import GoalResult, NextBudget, Split
-from hetdpt.selection.predictor.allocate import Wanted
 from hetdpt.selection.predictor.allocate import allocate as split_budget
 from hetdpt.store.atomic import parse_json
 from hetdpt.store.stage_directory import SUMMARY, read_stages
@@ -115,43 +115,39 @@ def _goal(task: StageTask) -> GoalResult:
     """Return whether what was wanted is met, by what was measured and counted."""
     measured, plan = task.results["measure"], task.results["select"]["plan"]
     wanted = task.config.with_numbers(prices_of(task.results["analyse"]).dense).wanted
-    reached = {
-        "layers": len(plan["attention"]) + len(plan["activation"]),
-        "speedup": measured["speedup"]["value"],
-        "macs": measured["pruned"]["macs"],
-        "params": measured["pruned"]["params"],
-    }
-    missed = [name for name, value in wanted.conditions.items() if _is_missed(name, value, reached[name])]
+    reached = Measures(
+        layers=len(plan["attention"]) + len(plan["activation"]),
+        macs=measured["pruned"]["macs"],
+        params=measured["pruned"]["params"],
+        ms=measured["pruned"]["ms"],
+        speedup=measured["speedup"]["value"],
+    )
+    missed = wanted.missed(reached)
     if not missed:
-        return GoalResult(wanted.conditions, True, f"{wanted}: met")
-    text = " and ".join(_shortfall(name, wanted.conditions[name], reached[name]) for name in missed)
+        return GoalResult(dict(wanted.conditions), True, f"{wanted}: met")
+    text = "; ".join(GOALS[name].shortfall(_value(name, reached), wanted.conditions[name]) for name in missed)
     if task.config.plus:
-        return GoalResult(wanted.conditions, False, f"{text}; width meets a goal within 2 %, so ask for a little more")
+        hint = "width meets a goal within 2 %, so set it a little higher"
+        return GoalResult(dict(wanted.conditions), False, f"{text}; {hint}")
     further = _next(task, wanted, reached) if task.config.is_split else None
-    hint = f"; next: {further.budget.attention} attention + {further.budget.activation} activation" if further else ""
-    return GoalResult(wanted.conditions, False, f"{text}{hint or '; no further budget is in reach'}", further)
+    hint = f"next: {further.budget.attention} attention + {further.budget.activation} activation" if further else ""
+    return GoalResult(dict(wanted.conditions), False, f"{text}; {hint or 'no other budget meets it'}", further)
 
 
-def _is_missed(name: str, wanted: float, reached: float) -> bool:
-    return reached < wanted if name == "speedup" else name != "layers" and reached > wanted
+def _value(name: str, reached: Measures) -> float:
+    value = GOALS[name].reached(reached)
+    assert value is not None, "all of it was measured"
+    return value
 
 
-def _shortfall(name: str, wanted: float, reached: float) -> str:
-    if name == "speedup":
-        by = 100 * (1 - reached / wanted)
-        return f"a speedup of {wanted:g} was wanted and {reached:.3f} measured: missed by {by:.1f} %"
-    by = 100 * (reached / wanted - 1)
-    return f"at most {wanted:.4g} {name} were wanted and {reached:.4g} are left: missed by {by:.1f} %"
-
-
-def _next(task: StageTask, wanted: Wanted, reached: dict[str, float]) -> NextBudget | None:
+def _next(task: StageTask, wanted: Wanted, reached: Measures) -> NextBudget | None:
     """Return the budget that would meet the goal if prices are as wrong there as they were here; None beyond reach."""
     prices = prices_of(task.results["analyse"])
     here = Budget(**task.results["allocate"]["budget"])
-    expected = {"speedup": prices.speedup(here), "macs": prices.of(here).macs, "params": prices.of(here).params}
-    asked: dict[str, Any] = dict(wanted.conditions)
-    for name in asked.keys() - {"layers"}:
-        asked[name] *= (expected[name] or reached[name]) / reached[name]
+    expected, asked = prices.measures(here), dict[str, Any](wanted.conditions)
+    for name in asked:
+        if GOALS[name].is_bound:
+            asked[name] *= (GOALS[name].reached(expected) or _value(name, reached)) / _value(name, reached)
     try:
         best: Split = split_budget(predictor_of(task), prices=prices, **asked).best
     except PredictError:

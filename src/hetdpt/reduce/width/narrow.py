@@ -159,7 +159,7 @@ def narrow_to(
 
 def _target(ratio: float | None, goal: Mapping[str, float | None]) -> tuple[Goal | None, float]:
     """Return the goal and its value, or None and the ratio; ``PlanError`` unless exactly one is given."""
-    rows = {"ratio": None, **{name: row for name, row in GOALS.items() if row.is_for_width}}
+    rows = {"ratio": None, **{name: row for name, row in GOALS.items() if row.is_bound}}
     given = {name: value for name, value in {"ratio": ratio, **goal}.items() if value is not None}
     if len(given) != 1 or not given.keys() <= rows.keys():
         raise PlanError(f"expected exactly one of {', '.join(rows)}, got {', '.join(given) or 'none'}")

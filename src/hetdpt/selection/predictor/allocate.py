@@ -1,75 +1,26 @@
-"""From the predictor to a budget: how many layers of each kind go (paper, Algorithm 3), and how sure that is. No torch.
+"""From the predictor to a budget: how many layers of each kind to remove (paper, Algorithm 3), and how sure that is.
 
-Every split of what is asked for is listed with its predicted accuracy; none is measured here.
+Every split that meets the goals is listed with its predicted accuracy; none is measured here. No torch here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
-from math import ceil, floor, isfinite, log10
-from numbers import Integral
 
 import numpy as np
 from scipy.spatial import Delaunay
 
 from hetdpt.core.errors import PredictError
+from hetdpt.core.goals import GOALS, Wanted, show
 from hetdpt.core.plan import Budget, Sample
 from hetdpt.results import Prices, Split
 from hetdpt.selection.predictor.polynomial import Predictor
 
 DRAWS = 2000
-ROUNDS = 100  # of drawing, where few of the draws decide the polynomial
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """What a split has to meet; None is no condition."""
-
-    layers: int | None = None
-    """Exactly so many layers go."""
-    macs: float | None = None
-    """At most so many are left."""
-    params: float | None = None
-    """At most so many are left."""
-    speedup: float | None = None
-    """At least so many times faster."""
-
-    def __post_init__(self) -> None:
-        if not self.conditions:
-            raise PredictError("say what is to be met: layers=8, macs=3.2e9, params=16e6 or speedup=1.3, or several")
-        if self.layers is not None and (not _is_count(self.layers) or self.layers < 0):
-            raise PredictError(f"layers is {self.layers}; a whole number from 0 on was expected")
-        for name in ("macs", "params", "speedup"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value < float("inf"):
-                raise PredictError(f"{name} is {value}; a number above 0 was expected")
-
-    @property
-    def conditions(self) -> dict[str, float]:
-        return {name: value for name, value in asdict(self).items() if value is not None}
-
-    def miss(self, split: Split) -> float:
-        """Return by which part ``split`` misses what is wanted, 0 where it meets all of it."""
-        parts = [0.0]
-        if self.layers is not None:
-            parts.append(abs(split.layers - self.layers) / max(self.layers, 1))
-        for value, most in ((split.macs, self.macs), (split.params, self.params)):
-            if most is not None and value is not None:
-                parts.append(max(0.0, value / most - 1))
-        if self.speedup is not None and split.speedup is not None:
-            parts.append(max(0.0, self.speedup / split.speedup - 1))
-        return sum(parts)
-
-    def __str__(self) -> str:
-        signs = {"layers": "=", "macs": "<=", "params": "<=", "speedup": ">="}
-        return " and ".join(f"{name} {signs[name]} {value:g}" for name, value in self.conditions.items())
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool)  # numpy's integers too
+ROUNDS = 100  # of drawing, where few of the draws determine the polynomial
 
 
 @dataclass(frozen=True)
@@ -79,53 +30,53 @@ class Allocation:
     predictor: Predictor
     wanted: Wanted
     table: tuple[Split, ...]
-    """Every split that meets what is wanted, the best first."""
+    """Every split that meets the goals, the best first."""
     limits: Budget
     """How many layers of each kind there are."""
 
     @property
     def budget(self) -> Budget:
-        """The budget to take."""
+        """The budget to use."""
         return self.best.budget
 
     @property
     def best(self) -> Split:
-        """The best of the splits that were measured again or, where none was, the best predicted."""
+        """The best of the splits that were measured again or, if none was, the best predicted."""
         if not self.rechecked:
             return self.table[0]
         return max(self.rechecked, key=lambda split: (split.measured or 0.0, *_preference(split.budget)))
 
     @property
     def rechecked(self) -> tuple[Split, ...]:
-        """The splits of the table that were measured by a longer run."""
+        """The splits of the table that were measured by a longer fine-tuning."""
         return tuple(split for split in self.table if split.measured is not None)
 
     def with_rechecked(self, samples: Iterable[Sample]) -> Allocation:
-        """Return the allocation that ``samples`` of some of its splits decide."""
+        """Return the allocation that follows from measured ``samples`` of some of its splits."""
         measured = {sample.budget: sample.accuracy for sample in samples}
         table = (replace(split, measured=measured.get(split.budget, split.measured)) for split in self.table)
         return replace(self, table=tuple(table))
 
     @cached_property
     def warnings(self) -> tuple[str, ...]:
-        """What makes the choice doubtful, a sentence each; what was measured again is not doubted for that."""
+        """What makes the choice doubtful, a sentence each; a split that was measured again is not doubtful."""
         found, best = list(self.predictor.warnings), self.best
         if best.is_beyond and best.measured is None:
             found.append(
-                f"{best} lies beyond the samples ({_nearest(self.predictor, best)}); sample further or recheck"
+                f"{best} is beyond the samples ({_nearest(self.predictor, best)}); collect more samples, or recheck it"
             )
         for degree in self.predictor.rivals:
             rival = self.predictor.with_degree(degree)  # fitted once, for all splits
             other = min((_at(split, rival) for split in self.table), key=_rank)
             if other.budget != best.budget and other.measured is None:
                 found.append(
-                    f"the samples do not decide the degree: degree {degree} predicts those left out nearly as well and "
-                    f"would choose {other}; sample further, or recheck it"
+                    f"the samples do not determine the degree: degree {degree} predicts left-out samples nearly as "
+                    f"well and would choose {other}; collect more samples, or recheck it"
                 )
         inner = [split for split in self.table if not self._is_corner(split)]
         if best.layers and self._is_corner(best) and inner and all(split.measured is None for split in inner):
             found.append(
-                f"the predictor prefers a corner, {best}: the best that is none, {inner[0]}, is predicted "
+                f"the predictor prefers a corner, {best}: the best split that is not one, {inner[0]}, is predicted "
                 f"{best.accuracy - inner[0].accuracy:.2f} points lower; recheck both before you rely on it"
             )
         return tuple(found)
@@ -135,32 +86,27 @@ class Allocation:
         return any(count in (0, limit) for count, limit in counts)
 
 
-def allocate(
-    predictor: Predictor,
-    *,
-    layers: int | None = None,
-    macs: float | None = None,
-    params: float | None = None,
-    speedup: float | None = None,
-    prices: Prices | None = None,
-) -> Allocation:
+def allocate(predictor: Predictor, *, prices: Prices | None = None, **goals: float | None) -> Allocation:
     """Return how many layers of each kind to remove: the split with the highest predicted accuracy that meets all.
 
-    Ties go to fewer layers, then to fewer attention layers. ``macs``, ``params`` and ``speedup`` need ``prices``.
+    ``goals`` are one or several of ``layers``, ``speedup``, ``macs`` and ``params`` (``core.goals.GOALS``); all but
+    ``layers`` need ``prices``. Of equals, fewer layers are preferred, then fewer attention layers.
 
-    >>> from hetdpt.predictor.polynomial import fit_predictor
+    >>> from hetdpt.selection.predictor.polynomial import fit_predictor
     >>> rows = [(1, 1, 80), (0.75, 1, 78), (0.5, 1, 70), (1, 0.75, 76), (1, 0.5, 74), (0.75, 0.75, 75)]
     >>> allocation = allocate(fit_predictor(rows, blocks=4), layers=2)
     >>> allocation.budget, len(allocation.table)
     (Budget(attention=0, activation=2), 3)
     """
-    wanted = Wanted(layers, macs, params, speedup)
+    wanted = Wanted({name: value for name, value in goals.items() if value is not None})
     every = surface(predictor, prices)
     _require_prices(wanted, prices)
-    table = [split for split in every if wanted.miss(split) == 0]
+    table = [split for split in every if wanted.miss(split.measures) == 0]
     if not table:
-        nearest = min(every, key=lambda split: (wanted.miss(split), split.layers))
-        raise PredictError(f"no split meets {wanted}; the nearest is {nearest}, {_amounts(nearest)}; ask for that")
+        nearest = min(every, key=lambda split: (wanted.miss(split.measures), split.layers))
+        raise PredictError(
+            f"no split meets {wanted}; the nearest is {nearest}, {show(nearest.measures)}; change the goal to that"
+        )
     shares = _shares(predictor, [split.budget for split in table])
     ranked = sorted(zip(table, shares, strict=True), key=lambda pair: _rank(pair[0]))
     best = ranked[0][0]
@@ -169,10 +115,10 @@ def allocate(
 
 
 def frontier(predictor: Predictor, prices: Prices | None = None) -> tuple[Split, ...]:
-    """Return the best split for every budget: for every number of layers or, where time is priced, every speedup.
+    """Return the best split for every budget: for every number of layers or, if layers are timed, every speedup.
 
-    The best for a speedup is the most accurate split that is at least so fast; one that is no faster and less accurate
-    than another is for no budget the best.
+    The best for a speedup is the most accurate split that is at least as fast; one that is no faster and less accurate
+    than another is never the best.
     """
     every = sorted(surface(predictor, prices), key=_rank)
     if prices is None or prices.dense.ms is None:
@@ -188,7 +134,7 @@ def frontier(predictor: Predictor, prices: Prices | None = None) -> tuple[Split,
 
 
 def surface(predictor: Predictor, prices: Prices | None) -> list[Split]:
-    """Return every split there is with what is predicted of it, fewer layers first."""
+    """Return every possible split with its predictions, fewer layers first."""
     limits = _limits(predictor, prices)
     pairs = product(range(limits.attention + 1), range(limits.activation + 1))
     budgets = sorted((Budget(*pair) for pair in pairs), key=_preference, reverse=True)
@@ -196,19 +142,19 @@ def surface(predictor: Predictor, prices: Prices | None) -> list[Split]:
     for budget in budgets:
         a, t = predictor.ratios(budget)
         low, high = predictor.interval(a, t)
-        split = Split(budget, predictor.predict(a, t), low, high, area.is_left_at(a, t))
+        split = Split(budget, predictor.predict(a, t), low, high, area.is_outside(a, t))
         if prices is not None:
-            price = prices.of(budget)
-            split = replace(split, macs=price.macs, params=price.params, speedup=prices.speedup(budget))
+            cost = prices.measures(budget)
+            split = replace(split, macs=cost.macs, params=cost.params, ms=cost.ms, speedup=cost.speedup)
         found.append(split)
     return found
 
 
 class _Area:
-    """Where samples decide the polynomial: in their convex hull, as far as leverage is no larger than at one of them.
+    """Where samples determine the polynomial: in their convex hull, where leverage is no larger than at any of them.
 
-    Leverage is x (X'X)^-1 x', the variance of a prediction by that of a sample. Chains of one kind make a hull whose
-    middle is far from all of them.
+    Leverage is x (X'X)^-1 x', the variance of a prediction relative to that of a sample. Chains of one kind make a
+    hull whose middle is far from all of them.
     """
 
     def __init__(self, predictor: Predictor) -> None:
@@ -218,8 +164,8 @@ class _Area:
         self.predictor, self.inverse = predictor, np.linalg.pinv(predictor.terms(predictor.points)).T
         self.most = max(self._leverage(a, t) for a, t in np.concatenate([points, exact]))
 
-    def is_left_at(self, a: float, t: float) -> bool:
-        """Whether (a, t) is outside of it."""
+    def is_outside(self, a: float, t: float) -> bool:
+        """Whether the prediction at (a, t) is extrapolated."""
         is_outside = self.hull.find_simplex([a, t], tol=1e-9) < 0
         return bool(is_outside or self._leverage(a, t) > self.most + 1e-9)
 
@@ -234,13 +180,13 @@ def _limits(predictor: Predictor, prices: Prices | None) -> Budget:
     if max(counts.attention, counts.activation) > predictor.blocks:
         raise PredictError(
             f"the prices are of {counts.attention} attention and {counts.activation} activation layers, but the "
-            f"samples of a model with {predictor.blocks} blocks; give those of one model"
+            f"samples are of a model with {predictor.blocks} blocks; give prices and samples of the same model"
         )
     return counts
 
 
 def _preference(budget: Budget) -> tuple[int, int]:
-    """Return what is larger for the budget to prefer among equals: fewer layers, then fewer attention layers."""
+    """Return a key that is larger for the preferred one of equals: fewer layers, then fewer attention layers."""
     return -(budget.attention + budget.activation), -budget.attention
 
 
@@ -250,32 +196,35 @@ def _rank(split: Split) -> tuple[float, int, int]:
 
 
 def _require_prices(wanted: Wanted, prices: Prices | None) -> None:
-    needed = [name for name in wanted.conditions if name != "layers"]
+    needed = [GOALS[name] for name in wanted.conditions if GOALS[name].quantity != "layers"]
     if needed and prices is None:
         raise PredictError(
-            f"for {' and '.join(needed)} it must be known what each layer costs; give prices: --prices FILE, or "
-            "--model MODEL, which measures them; a directory of hetdpt collect has them"
+            f"the goal {' and '.join(goal.name for goal in needed)} needs the cost of each layer; give --prices FILE, "
+            "or --model MODEL to measure them; a directory of hetdpt collect has them"
         )
-    if "speedup" in needed and prices is not None and prices.dense.ms is None:
-        raise PredictError("a speedup needs the time of each layer, which these prices do not have; measure them anew")
+    timed = next((goal for goal in needed if goal.is_timed), None)
+    if timed and prices is not None and prices.dense.ms is None:
+        raise PredictError(
+            f"the goal {timed.name} needs the time of each layer, which these prices do not have; measure them again"
+        )
 
 
 def _at(split: Split, predictor: Predictor) -> Split:
-    """Return ``split`` with the accuracy that another predictor gives it."""
+    """Return ``split`` with the accuracy that another predictor predicts."""
     return replace(split, accuracy=predictor.predict(split.budget))
 
 
 def _is_tied(predictor: Predictor, best: Split, other: Split) -> bool:
-    """Whether the interval of the difference between two predictions holds 0."""
+    """Whether the interval of the difference between two predictions contains 0."""
     low, _ = predictor.difference(predictor.ratios(best.budget), predictor.ratios(other.budget))
     return round(low, 9) <= 0
 
 
 def _shares(predictor: Predictor, budgets: Sequence[Budget], seed: int = 0) -> list[float]:
-    """Return in which part of the draws each of ``budgets`` is predicted best.
+    """Return the fraction of bootstrap draws in which each of ``budgets`` is predicted best.
 
-    A draw takes as many samples as there are, with replacement, and fits the same degree to them; those that do not
-    decide the polynomial are drawn again.
+    A draw takes as many samples as there are, with replacement, and fits the same degree to them; draws that do not
+    determine the polynomial are repeated.
     """
     basis, turn = np.linalg.qr(predictor.terms(predictor.points))
     grid = np.linalg.solve(turn.T, predictor.terms([predictor.ratios(budget) for budget in budgets]).T).T
@@ -299,23 +248,3 @@ def _nearest(predictor: Predictor, split: Split) -> str:
     x, y = min(predictor.points, key=lambda point: abs(point[0] - a) + abs(point[1] - t))
     removed = Budget(round((1 - x) * predictor.blocks), round((1 - y) * predictor.blocks))
     return f"the nearest is {removed.attention} attention + {removed.activation} activation"
-
-
-def _amounts(split: Split) -> str:
-    """Return what a split has, rounded so that it meets what is written here."""
-    parts = [f"{split.layers} layers"]
-    if split.macs is not None and split.params is not None:
-        parts += [f"{_rounded_up(split.macs):.4g} MACs", f"{_rounded_up(split.params):.4g} parameters"]
-    if split.speedup is not None and isfinite(split.speedup):
-        parts.append(f"a speedup of {floor(split.speedup * 1000) / 1000:.3f}")
-    return ", ".join(parts)
-
-
-def _rounded_up(value: float) -> float:
-    """Return the least number of four digits that is no less.
-
-    >>> _rounded_up(3219068928), _rounded_up(3220000000)
-    (3220000000.0, 3220000000.0)
-    """
-    step = 10.0 ** (floor(log10(value)) - 3) if value > 0 else 1.0
-    return ceil(value / step) * step
