@@ -113,8 +113,8 @@ def largest_difference(ours: Mapping[Site, float], naive: Mapping[Site, float]) 
 def fit_in_a_stream(model: nn.Module, site: Site, batches: Iterable[Tensor]) -> Line:
     """Return the map that replaces an FFN, as hetdpt fits it."""
     [fitted] = fit_sites(ready(model, "calibrated"), {site: ("calibrated",)}, batches).values()
-    assert isinstance(fitted.values, tuple)
-    return fitted.values
+    weight, bias = fitted.values
+    return weight, bias
 
 
 @torch.no_grad()

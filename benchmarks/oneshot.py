@@ -30,7 +30,8 @@ import hetdpt
 from hetdpt.adapters.preprocessing import preprocessing_of
 from hetdpt.core.fold import Moments, fit_linear, new_layer
 from hetdpt.core.modules import clone
-from hetdpt.core.plan import FITTED_STYLES, Plan
+from hetdpt.core.plan import Plan
+from hetdpt.core.styles import STYLES as STYLE_ROWS
 from hetdpt.data.batches import EvaluationBatches
 from hetdpt.data.fixed_batches import ImageBatches
 from hetdpt.data.sources import open_data
@@ -79,7 +80,7 @@ def by_site(bench: Bench) -> dict[str, Any]:
     """Return the accuracy after the removal of each layer alone, under every style."""
     base = ready(bench.model, "plain", SIZE)
     offered = hetdpt.sites(base)
-    asked = {site: tuple(style for style in STYLES[site.kind] if style in FITTED_STYLES) for site in offered}
+    asked = {site: tuple(style for style in STYLES[site.kind] if STYLE_ROWS[style].fit) for site in offered}
     found = fit_sites(base, asked, bench.batches)
     variants = {
         (site, style): replaced(base, found[site, style]) if (site, style) in found else without(base, site, style)

@@ -274,7 +274,7 @@ class TestSize:
 
     @pytest.mark.parametrize("size", [0, -8, "64", 64.0, (32, 64, 96), (32,), (32, 0), None])
     def test_a_size_is_one_side_or_two(self, model: nn.Module, size: Any) -> None:
-        with pytest.raises(ModelError, match="a size of images is a side in pixels or a pair"):
+        with pytest.raises(ModelError, match="an image size is a side in pixels or a pair"):
             resize_(model, size)
 
     def test_what_is_tied_to_tokens_is_refused(self, model: nn.Module) -> None:
@@ -301,7 +301,7 @@ class TestSize:
     def test_a_model_of_one_size_says_so_and_stays_as_it_is(self, family: Family) -> None:
         model = family.build()
         before = maps_of(model, family.images())
-        with pytest.raises(ModelError, match=r"cannot be given images of 128 x 64: .* when it is built"):
+        with pytest.raises(ModelError, match=r"does not take images of 128 x 64: .* when it is built"):
             resize_(model, (128, 64))
         assert are_equal(maps_of(model, family.images()), before)
         assert input_size_of(model) == family.size

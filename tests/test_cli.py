@@ -380,7 +380,7 @@ def test_a_plan_that_is_no_plan(run: Run, tmp_path: Path) -> None:
 def test_a_removal_that_needs_images(run: Run, tmp_path: Path) -> None:
     path = written(tmp_path, '{"attention": [1], "removal": "calibrated"}')
     run("apply", VIT, "--plan", path, "--out", str(tmp_path / "out")).is_refused(
-        "removal style 'constant' is fitted on images, and there are none here; give --data, call "
+        "removal style 'constant' is fitted on images, but none were given; pass --data, call "
         "hetdpt.calibrate_(model, plan, batches), or use removal 'plain'"
     )
     assert "REMOVED" in run("inspect", VIT, "--plan", path).out  # what it will cost is known without images

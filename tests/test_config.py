@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import hetdpt
 from hetdpt.core.errors import FileError, HetDPTError, PlanError, PredictError, TrainError
-from hetdpt.core.plan import REMOVALS
+from hetdpt.core.styles import PRESETS
 from hetdpt.flow.config import RunConfig
 from hetdpt.flow.recipes import RECIPES, quick, recipe
 from hetdpt.reduce.width.narrow import WidthConfig
@@ -66,7 +66,7 @@ REFUSED: list[tuple[dict[str, Any], type[HetDPTError], str]] = [
         "numbers of layers from 0 on, each once",
     ),
     ({"width": WidthConfig(round_to=8)}, PlanError, "width says how width goes .*, but it does not; give --plus"),
-    ({"tokens": "tome:2", "removal": ("position", "identity")}, PlanError, "tokens that merge have none"),
+    ({"tokens": "tome:2", "removal": ("position", "identity")}, PlanError, "which merged tokens do not have"),
     ({"depths": (2,)}, PlanError, "depths are numbers of layers to try before width goes, but it does not"),
     ({"tokens": "tome"}, PlanError, "tokens are METHOD:R, such as tome:8, .* not 'tome'"),
     ({"tokens": "tomé:8"}, PlanError, "tomé"),
@@ -313,7 +313,7 @@ configs = st.builds(
     speedup=st.none() | st.floats(1.01, 99),
     macs=st.none() | numbers | st.sampled_from(["70%", "33.3%", "2.9G"]),
     compare=st.lists(st.sampled_from(["random", "te-static", "map+te"]), unique=True).map(tuple),
-    removal=st.sampled_from([*REMOVALS, ("linear", "calibrated"), ("skip", "drop")]),
+    removal=st.sampled_from([*PRESETS, ("linear", "calibrated"), ("skip", "drop")]),
     images=st.integers(2, 999),
     rounds=st.none() | st.tuples(st.integers(1, 9), st.integers(0, 9), st.integers(0, 9)),
     collection=recoveries,

@@ -325,7 +325,7 @@ def test_what_cannot_be_answered_is_refused_in_a_sentence(model: nn.Module, vit:
     with pytest.raises(PlanError, match="asked for 4 attention sites, but this model has 3 to be removed; ask for"):
         greedy_order(model, batches, ("attention",) * 4)
     with pytest.raises(
-        PlanError, match=r"attention 7 at blocks.7.attn is no site of this model, or is removed already"
+        PlanError, match=r"attention 7 at blocks.7.attn is not a site of this model, or was removed already"
     ):
         transfer_entropy(model, batches, sites=[Site("attention", 7, "blocks.7.attn")])
     with pytest.raises(ModelError, match="has no weights"):

@@ -76,7 +76,6 @@ def names(directory: Path) -> list[str]:
     "config",
     [
         OneShotConfig(layers=3),
-        OneShotConfig(layers=3, absorb=True, sweeps=2),
         OneShotConfig(layers=2, removal=("linear", "calibrated"), kind="attention"),
         OneShotConfig(layers=2, removal=("position", "identity")),
         OneShotConfig(layers=3, removal="plain"),
@@ -97,7 +96,7 @@ def test_what_is_saved_is_what_was_measured(tmp_path: Path, dense: nn.Module, co
     assert len(found.plan) == config.layers
     plan = hetdpt.Plan.from_json((tmp_path / "out" / "plan.json").read_text())
     assert (plan, plan.fits) == (found.plan, found.plan.fits)
-    assert len(plan.fits) == sum(plan.is_fitted(choice.site.kind) for choice in found.choices)
+    assert len(plan.fits) == sum(bool(plan.style_of(choice.site.kind).fit) for choice in found.choices)
     written = json.loads((tmp_path / "out" / "oneshot.json").read_text())
     assert written == json.loads(json.dumps(asdict(found)))
     assert (found.images, found.damage_unit) == ({"calibration": 24, "judge": 12}, "nats")
@@ -166,7 +165,7 @@ def test_going_on_gives_the_same_model(tmp_path: Path, dense: nn.Module, after: 
     [
         ({"layers": 3}, "layers = 4, not 3"),
         ({"removal": ("linear", "calibrated")}, 'removal = "calibrated", not ["linear", "calibrated"]'),
-        ({"absorb": True}, "absorb = false, not true"),
+        ({"kind": "attention"}, 'kind = null, not "attention"'),
     ],
 )
 def test_something_else_is_not_gone_on_with(
@@ -291,7 +290,7 @@ def test_oneshot_in_words(run: Run, home: Path, tmp_path: Path) -> None:
 
 
 def test_oneshot_as_json(run: Run, home: Path, tmp_path: Path) -> None:
-    options = ("--layers", 1, "--removal", "linear,calibrated", "--kind", "attention", "--sweeps", 2, "--json")
+    options = ("--layers", 1, "--removal", "linear,calibrated", "--kind", "attention", "--json")
     result = run("oneshot", home / "dense", *SMALL, *options, "--out", tmp_path / "out")
     assert (result.code, result.err) == (0, "")
     written = json.loads((tmp_path / "out" / "oneshot.json").read_text())
@@ -358,10 +357,6 @@ def test_a_kill_loses_no_choice(run: Run, home: Path, tmp_path: Path) -> None:
             ("--layers", 1, "--removal", "none"),
             "removal is one of plain, norm, authors, calibrated or a pair (attention style of skip, norm, constant, "
             "position, linear; activation style of identity, calibrated, drop), not 'none'",
-        ),
-        (
-            ("--layers", 1, "--removal", "plain", "--absorb"),
-            "absorb and sweeps say how to fit, but removal 'plain' is not fitted; use 'calibrated'",
         ),
     ],
 )

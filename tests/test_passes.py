@@ -50,7 +50,6 @@ Work = Callable[[nn.Module, Counted], object]
 WORK: dict[str, tuple[Work, int]] = {
     "calibrate": (lambda model, images: calibrate_(model, ONE, images), 1),
     "calibrate two layers": (lambda model, images: calibrate_(model, TWO, images), 2),
-    "calibrate twice": (lambda model, images: calibrate_(model, ONE, images, sweeps=2, absorb=True), 2),
     "gate": (lambda model, images: gate_fitted_(model, Plan(removal="calibrated"), images), 1),
     "entropy": (lambda model, images: transfer_entropy(model, images), 1),
     "entropy, fitted": (lambda model, images: transfer_entropy(model, images, removal="calibrated"), 2),

@@ -14,9 +14,6 @@ from hypothesis import strategies as st
 
 from hetdpt.core.errors import PlanError
 from hetdpt.core.plan import (
-    ACTIVATION_STYLES,
-    ATTENTION_STYLES,
-    REMOVALS,
     Anatomy,
     Budget,
     Measurement,
@@ -25,13 +22,14 @@ from hetdpt.core.plan import (
     Site,
 )
 from hetdpt.core.published import published_plan, published_plans
+from hetdpt.core.styles import PRESETS, styles_for
 
 REFERENCE = json.loads((Path(__file__).parents[1] / "benchmarks" / "reference" / "reference.json").read_text())
 DEIT_S = Anatomy(12, 384, tuple(range(12)), tuple(range(12)))
 
 blocks = st.sets(st.integers(0, 60)).map(tuple)
-removals = st.sampled_from([*REMOVALS]) | st.tuples(
-    st.sampled_from(ATTENTION_STYLES), st.sampled_from(ACTIVATION_STYLES)
+removals = st.sampled_from([*PRESETS]) | st.tuples(
+    st.sampled_from(styles_for("attention")), st.sampled_from(styles_for("activation"))
 )
 anatomies = st.builds(
     Anatomy,
@@ -91,11 +89,12 @@ def test_what_is_no_list_of_blocks_is_refused(wrong: Any) -> None:
         Plan(attention=wrong)
 
 
-@pytest.mark.parametrize("name", REMOVALS)
+@pytest.mark.parametrize("name", PRESETS)
 def test_a_removal_has_a_name_or_is_a_pair(name: str) -> None:
     plan = Plan(removal=name)
-    assert (plan.style_of("attention"), plan.style_of("activation")) == plan.styles == REMOVALS[name]
-    assert Plan(removal=REMOVALS[name]).styles == plan.styles
+    styles = plan.style_of("attention").name, plan.style_of("activation").name
+    assert styles == plan.styles == PRESETS[name].styles
+    assert Plan(removal=PRESETS[name].styles).styles == plan.styles
 
 
 @pytest.mark.parametrize(

@@ -14,12 +14,13 @@ import pytest
 from PIL import Image
 
 from hetdpt.core.errors import FileError
-from hetdpt.core.plan import FITTED_STYLES, KINDS, Kind, Measurement, Site
+from hetdpt.core.plan import KINDS, Kind, Measurement, Site
+from hetdpt.core.styles import STYLES
 from hetdpt.measurement.costs import Costs
 from hetdpt.report.scan import COLUMNS, LOOKS, draw, write_csv
 from hetdpt.studies.scan import ScanRow, ScanTable
 
-STYLES = {"attention": ("skip", "norm", "constant", "position", "linear"), "activation": ("identity", "calibrated")}
+SHOWN = {"attention": ("skip", "norm", "constant", "position", "linear"), "activation": ("identity", "calibrated")}
 DAMAGE = {"skip": 1.5, "norm": 4.0, "constant": 0.5, "position": 0.4, "linear": 0.1, "identity": 6.2}
 
 
@@ -27,10 +28,10 @@ def table_of(blocks: int = 3, kinds: tuple[Kind, ...] = KINDS, is_timed: bool = 
     rows = []
     for block in range(blocks):
         for kind in kinds:
-            for style in {**STYLES, **styles}[kind]:
+            for style in {**SHOWN, **styles}[kind]:
                 damage = 6.3 if (kind, block) == ("activation", 0) else DAMAGE.get(style, 0.2) * (1 + block % 3)
                 saved = Measurement("saved", 2.5 + block % 2, "ms", "cpu", "float32", 8, 0.1, 20) if is_timed else None
-                r2 = 0.9 if style in FITTED_STYLES else None
+                r2 = 0.9 if STYLES[style].fit else None
                 site = Site(kind, block, f"blocks.{block}.{kind}", style == "drop")
                 rows.append(ScanRow(site, style, 100 * damage, r2, damage, damage <= 2, 1000 + block, saved))
     whole = Measurement("latency", 95.0, "ms", "cpu", "float32", 8, 1.0, 20) if is_timed else None

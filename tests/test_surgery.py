@@ -327,7 +327,7 @@ class TestRefusals:
 
     def test_an_ffn_that_cannot_go_as_a_whole(self) -> None:
         model = named("hf Swinv2ForImageClassification").build()  # its FFN is two modules of the block
-        with pytest.raises(PlanError, match="the FFN of block 1 cannot go as a whole"):
+        with pytest.raises(PlanError, match="the FFN of block 1 cannot be removed as a whole"):
             hetdpt.prune_(model, Plan(activation=(1,), removal=("skip", "drop")))
 
     def test_gates_of_another_style(self, model: nn.Module) -> None:

@@ -389,7 +389,7 @@ def test_what_was_done_before_may_forbid_it(model: nn.Module) -> None:
         reduce_tokens_(hetdpt.gate_(deepcopy(model)), Tokens("tome", 2))
     with pytest.raises(ModelError, match="no block of this model has attention"):
         reduce_tokens_(prune_(deepcopy(model), Plan(attention=(0, 1, 2))), Tokens("tome", 2))
-    with pytest.raises(ModelError, match="values for each place in the image"):
+    with pytest.raises(ModelError, match="values for each position in the image"):
         reduce_tokens_(
             place_(deepcopy(model), Plan(attention=(1,), removal=("position", "identity"))), Tokens("gtp", 2)
         )

@@ -49,8 +49,6 @@ def oneshot(
         str, typer.Option(help="plain, norm, authors, calibrated, or a pair such as linear,calibrated.")
     ] = "calibrated",
     kind: Annotated[str | None, typer.Option(help="The only kind to remove: attention or activation.")] = None,
-    absorb: Annotated[bool, typer.Option("--absorb", help="Replacements make up for the error so far.")] = False,
-    sweeps: Annotated[int, typer.Option(min=1, help="How often each replacement is fitted.")] = 1,
     seed: Annotated[int, typer.Option(min=0, help="Which images.")] = 0,
     device: Device = None,
     workers: Annotated[int, typer.Option(min=0, help="Processes that read images.")] = 0,
@@ -73,8 +71,6 @@ def oneshot(
         speedup=speedup,
         kind=kind,  # type: ignore[arg-type]  # the config says what it may be
         removal=read_removal(removal),
-        absorb=absorb,
-        sweeps=sweeps,
     )
     require_new(out, overwrite, RECIPE)
     source = open_images(data, root=data_root, download=download)
@@ -116,7 +112,8 @@ def _print(found: OneShot, out: Path) -> None:
     for choice in found.choices:
         site, fit = choice.site, fits.get((choice.site.kind, choice.site.block))
         r2 = f"{fit.r2:.3f}" if fit else "-"
-        rows.add_row(f"{site.kind} {site.block}", site.path, found.plan.style_of(site.kind), r2, f"{choice.damage:.4g}")
+        style = found.plan.style_of(site.kind).name
+        rows.add_row(f"{site.kind} {site.block}", site.path, style, r2, f"{choice.damage:.4g}")
     print_(rows)
     print_costs(found.costs)
     print_speed(found.speed, found.costs)

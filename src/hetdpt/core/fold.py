@@ -1,4 +1,4 @@
-"""Algebra of linear layers: several of them as one, and the one that fits a stream of values best. Knows no model."""
+"""Algebra of linear layers: several folded into one, and the one that fits a stream of values best. Knows no model."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class Moments:
         return self.mean[len(self.xx) :]
 
     def add(self, x: Tensor, y: Tensor, weight: Tensor) -> None:
-        """Take in samples ``x`` (n, inputs) and ``y`` (n, outputs), each counting as much as ``weight`` (n,) says."""
+        """Add samples ``x`` (n, inputs) and ``y`` (n, outputs) with ``weight`` (n,)."""
         x, y, weight = exact(x), exact(y), exact(weight)
         total = weight.sum().item()
         if total <= 0:
@@ -125,6 +125,15 @@ class Moments:
                 whole._merge(part.weight, part.mean, part.xx, part.xy, part.yy)
         return whole
 
+    def take(self, x: Tensor, y: Tensor, weight: Tensor) -> None:
+        """Add all tokens of ``x`` (n, P, inputs) and ``y`` (n, P, outputs) with ``weight`` (n, P)."""
+        self.add(x.flatten(0, 1), y.flatten(0, 1), weight.flatten())
+
+    @staticmethod
+    def nbytes(width: int) -> int:
+        """Return roughly how much memory the sums of a layer of that width take."""
+        return 8 * 2 * width**2
+
     def error(self, matrix: Tensor, bias: Tensor) -> float:
         """Return the weighted sum of || y - (W x + b) ||^2 over all samples, for ``matrix`` = W^T (inputs, outputs)."""
         off = self.mean_y - self.mean_x @ matrix - bias
@@ -149,15 +158,28 @@ class LinearFit:
     r2: float
     """1 - E || y - (W x + b) ||^2 / E || y ||^2, measured on parts of the stream that W was not fitted on."""
 
+    @property
+    def values(self) -> tuple[Tensor, ...]:
+        return self.weight, self.bias
+
 
 class Means:
-    """Weighted sums of values y at P places over a stream, in float64; memory is O(P D)."""
+    """Weighted sums of values y at P positions over a stream, in float64; memory is O(P D)."""
 
-    def __init__(self) -> None:
+    def __init__(self, inputs: int = 0, outputs: int = 0) -> None:
         self.weight = self.sum = self.squares = torch.zeros((), dtype=torch.float64)
 
+    def take(self, x: Tensor, y: Tensor, weight: Tensor) -> None:
+        """Add ``y`` (n, P, D) with ``weight`` (n, P), each position for itself; ``x`` is not needed."""
+        self.add(y, weight)
+
+    @staticmethod
+    def nbytes(width: int) -> int:
+        """Return 0: next to moments, the memory of means does not count."""
+        return 0
+
     def add(self, y: Tensor, weight: Tensor) -> None:
-        """Take in ``y`` (n, P, D), each place of a sample counting as much as ``weight`` (n, P) says."""
+        """Add ``y`` (n, P, D) with ``weight`` (n, P)."""
         y, weight = exact(y), exact(weight)
         self.weight = self.weight + weight.sum(0)  # (P,)
         self.sum = self.sum + torch.einsum("np,npd->pd", weight, y)
@@ -183,6 +205,13 @@ class Means:
         return max(spread.item(), 0.0)
 
 
+class TokenMeans(Means):
+    """Weighted sums of values y over a stream, all positions together."""
+
+    def take(self, x: Tensor, y: Tensor, weight: Tensor) -> None:
+        self.add(y.flatten(0, 1)[:, None], weight.flatten()[:, None])
+
+
 @dataclass(frozen=True)
 class MeanFit:
     """The constant closest to a stream of values."""
@@ -191,6 +220,11 @@ class MeanFit:
     """(P, D), float64."""
     r2: float
     """1 - E || y - value ||^2 / E || y ||^2, measured on parts of the stream that the value was not fitted on."""
+    ridge: None = None
+
+    @property
+    def values(self) -> tuple[Tensor, ...]:
+        return (self.value,)
 
 
 def fit_mean(folds: Sequence[Means]) -> MeanFit:
@@ -206,10 +240,10 @@ RIDGES = tuple(10.0**power for power in range(-12, 3))
 
 
 def fit_linear(folds: Sequence[Moments]) -> LinearFit:
-    """Return the ridge regression of y on x; the ridge is the one with the least error on samples held out.
+    """Return the ridge regression of y on x; the ridge is the one with the least error on held-out samples.
 
-    Each of the ``folds`` is held out once. All that is needed are their moments, so one pass over the samples serves
-    every ridge. With a single fold the error is that on the samples themselves.
+    Each of the ``folds`` is held out once. Only their moments are needed, so one pass over the samples serves every
+    ridge. With a single fold the error is that on the samples themselves.
     """
     full = [fold for fold in folds if fold.weight]
     errors = [0.0] * len(RIDGES)

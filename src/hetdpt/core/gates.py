@@ -1,39 +1,66 @@
-"""What "removed" means: the modules that stand in for a removed layer, and the gate that chooses between the two.
+"""The modules that replace a removed layer, and the gate that chooses between a layer and its replacement.
 
-y = m f(x) + (1 - m) r(x) with a mask m of 0 or 1; the gradient of m goes straight to a learnable importance (paper,
-Eq. 1 and 6). No architecture and no budget is known here.
+y = m f(x) + (1 - m) r(x) with a mask m of 0 or 1; the gradient of m is passed straight to a learnable importance
+(paper, Eq. 1 and 6). The rows of ``core.styles`` name these modules. No architecture and no budget is known here.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 
 from hetdpt.core.errors import ModelError
+from hetdpt.core.fold import Layer, LinearFit, MeanFit, Means, Moments, TokenMeans, fit_linear, fit_mean, new_layer
+from hetdpt.core.styles import Style
 
 
 @dataclass(frozen=True)
 class OnDemand:
-    """None where the argument of that number is true, and nothing otherwise."""
+    """None if the argument with that number is true, and nothing otherwise."""
 
     number: int
 
 
 Extras = tuple[int | OnDemand | None, ...] | None
+Values = tuple[Tensor, ...]
+"""Fitted values in float64: a constant (places, D), or the matrix and the bias of a linear map."""
 
 
 class Removed(nn.Module):
-    """Stands where a layer was: takes any arguments and returns what the layer did, a tensor or a tuple.
+    """Replaces a removed layer: takes any arguments and returns what the layer did, a tensor or a tuple.
 
     ``extras`` say what follows the tensor in that tuple: an argument by its number, or None, always or on demand.
     """
 
+    uses_input: ClassVar[bool] = True
+    """Whether r(x) depends on x."""
+    sums: ClassVar[type[Means | Moments] | None] = None
+    """What is summed over images to fit its values; None if it has none."""
+
     def __init__(self, extras: Extras = None) -> None:
         super().__init__()
         self.extras = extras
+
+    @classmethod
+    def new(cls, shape: tuple[int, ...], axis: int, like: Tensor, extras: Extras = None) -> Self:
+        """Return a replacement whose values are 0, on the device and in the dtype of ``like``.
+
+        ``shape`` is that of the layer's output without the images; ``axis`` is the one of its channels.
+        """
+        return cls(extras)
+
+    @staticmethod
+    def fit(folds: Sequence[Any]) -> MeanFit | LinearFit:
+        """Return the best values for the sums of each part of the images."""
+        raise NotImplementedError
+
+    def fill_(self, values: Values, axis: int) -> None:
+        """Set fitted values; the output has its channels on ``axis``, not counting the axis of images."""
+        raise NotImplementedError
 
     def replace(self, x: Tensor) -> Tensor:
         raise NotImplementedError
@@ -48,7 +75,7 @@ class Removed(nn.Module):
 
 
 class Pass(Removed):
-    """Hands its input on: r(x) = x."""
+    """Returns its input: r(x) = x."""
 
     def replace(self, x: Tensor) -> Tensor:
         return x
@@ -57,21 +84,41 @@ class Pass(Removed):
 class Zero(Removed):
     """Adds nothing to the residual stream: r(x) = 0, one number in memory whatever the shape."""
 
+    uses_input = False
+
     def replace(self, x: Tensor) -> Tensor:
         return x.new_zeros(()).expand(x.shape)
 
 
 class Constant(Removed):
-    """Adds the same to the residual stream of every image: r(x) = c, one vector for all tokens or one for each.
+    """Adds the same vector to every token of every image: r(x) = c.
 
-    ``shape`` is that of what the layer returned, without the images; sides of 1 stand for all places. A vector is kept
-    flat and under the name of a bias, so that it is no more subject to weight decay than a bias.
+    ``shape`` is that of the layer's output without the images; sides of 1 stand for all places. The vector is flat and
+    called a bias, so that optimizers exempt it from weight decay as they do biases.
     """
+
+    uses_input = False
+    sums: ClassVar[type[Means | Moments] | None] = TokenMeans
 
     def __init__(self, bias: nn.Parameter, shape: tuple[int, ...], extras: Extras = None) -> None:
         super().__init__(extras)
         self.shape = shape
         self.bias = bias
+
+    @classmethod
+    def new(cls, shape: tuple[int, ...], axis: int, like: Tensor, extras: Extras = None) -> Self:
+        bias = torch.zeros(shape[axis], dtype=like.dtype, device=like.device)
+        vector = tuple(side if number == axis else 1 for number, side in enumerate(shape))
+        return cls(nn.Parameter(bias, like.requires_grad), vector, extras)
+
+    @staticmethod
+    def fit(folds: Sequence[Means]) -> MeanFit:
+        return fit_mean(folds)
+
+    @torch.no_grad()
+    def fill_(self, values: Values, axis: int) -> None:
+        shape = self.value.movedim(axis, -1).shape
+        self.bias.copy_(values[0].view(shape).movedim(-1, axis).reshape(self.bias.shape))
 
     @property
     def value(self) -> Tensor:
@@ -80,36 +127,77 @@ class Constant(Removed):
     def replace(self, x: Tensor) -> Tensor:
         if any(mine not in (1, side) for mine, side in zip(self.shape, x.shape[1:], strict=True)):
             raise ModelError(
-                f"a layer of this model was replaced by values for tokens of shape {self.shape}, but came "
+                f"a layer of this model was replaced by values for tokens of shape {self.shape}, but got "
                 f"{tuple(x.shape[1:])}; give images of the size it was calibrated on, or use removal style 'constant'"
             )
         return self.value.to(x.dtype).expand(x.shape)
 
 
+class ConstantPerPosition(Constant):
+    """Adds the same to every image, but another vector to each token: r(x) = c."""
+
+    sums = Means
+
+    @classmethod
+    def new(cls, shape: tuple[int, ...], axis: int, like: Tensor, extras: Extras = None) -> Self:
+        bias = torch.zeros(shape, dtype=like.dtype, device=like.device)
+        return cls(nn.Parameter(bias, like.requires_grad), shape, extras)
+
+
 class Mapped(Removed):
     """Sends every token through one linear layer: r(x) = W x + b."""
 
-    def __init__(self, linear: nn.Module, extras: Extras = None) -> None:
+    sums = Moments
+
+    def __init__(self, linear: Layer, extras: Extras = None) -> None:
         super().__init__(extras)
         self.linear = linear
+
+    @classmethod
+    def new(cls, shape: tuple[int, ...], axis: int, like: Tensor, extras: Extras = None) -> Self:
+        width = shape[axis]
+        zeros = torch.zeros(width, width, dtype=torch.float64, device=like.device)
+        is_image = len(shape) == 3 and axis == 0  # (C, H, W)
+        return cls(new_layer(zeros, zeros[0], like, is_image), extras)
+
+    @staticmethod
+    def fit(folds: Sequence[Moments]) -> LinearFit:
+        return fit_linear(folds)
+
+    def fill_(self, values: Values, axis: int) -> None:
+        fill_layer_(self.linear, values)
 
     def replace(self, x: Tensor) -> Tensor:
         y: Tensor = self.linear(x)
         return y
 
 
+def replacement_class(style: Style) -> type[Removed]:
+    """Return the module of this file that the row of a style names."""
+    found: type[Removed] = globals()[style.module]
+    return found
+
+
+@torch.no_grad()
+def fill_layer_(layer: Layer, values: Values) -> None:
+    """Set the matrix and the bias of a linear layer, or of a 1 x 1 convolution."""
+    assert layer.bias is not None
+    layer.weight.copy_(values[0].view_as(layer.weight))
+    layer.bias.copy_(values[1])
+
+
 class Gate(nn.Module):
     """Runs a layer while open and its replacement once closed; a closed layer is not evaluated.
 
-    With a ``trial`` (images,) an open gate that trains answers with the replacement for those images for which it is
-    true, for once, and the gradient of m is that of these images, at m = 0. Under DistributedDataParallel the weights
-    of closed layers get no gradient: pass ``find_unused_parameters=True``.
+    With a ``trial`` (images,) an open gate in training mode returns the replacement for those images for which it is
+    true, and the gradient of m is that of these images, at m = 0. Under DistributedDataParallel the weights of closed
+    layers get no gradient: pass ``find_unused_parameters=True``.
     """
 
     def __init__(self, inner: nn.Module, removed: Removed, images_at: int = 0) -> None:
         super().__init__()
         self.images_at = images_at
-        """Which axis of what the layer gives has the images, or the windows of all images."""
+        """The axis of the layer's output that has the images, or the windows of all images."""
         self.was_inplace = bool(vars(inner).get("inplace"))
         if self.was_inplace:  # the input is needed for r(x) after the layer ran
             inner.inplace = False  # type: ignore[assignment]
@@ -119,7 +207,7 @@ class Gate(nn.Module):
         self.is_open = True
         self.trial: Tensor | None = None
         self.given: Tensor | None = None
-        """What the replacement is of, where that is not what ``inner`` is given; a ``Behind`` says it."""
+        """The input of the replacement if it is not that of ``inner``; set by a ``Behind``."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not self.is_open:
@@ -145,12 +233,12 @@ class Gate(nn.Module):
         return self.inner
 
     def _tried(self, kept: Tensor) -> Tensor | None:
-        """Return which rows of ``kept`` (B, ...) or (B * windows, ...) are of images that the layer is closed for."""
+        """Return for which rows of ``kept`` (B, ...) or (B * windows, ...) the layer is closed."""
         if self.trial is None or not self.training:
             return None
         if kept.shape[self.images_at] % len(self.trial):
             raise ModelError(
-                f"a layer gives {tuple(kept.shape)} for {len(self.trial)} images, which does not have the images "
+                f"a layer returns {tuple(kept.shape)} for {len(self.trial)} images, which does not have the images "
                 "first, so it cannot be tried for some of them; search without trials (--no-explore)"
             )
         return per_image(self.trial.to(kept.device), kept, self.images_at)
@@ -159,7 +247,7 @@ class Gate(nn.Module):
 class Behind(nn.Module):
     """Keeps a layer from running while the gate further down its branch is closed.
 
-    One that ``is_source`` tells the gate what it was given: what the replacement is of.
+    One that ``is_source`` passes its own input to the gate, as the input of the replacement.
     """
 
     def __init__(self, inner: nn.Module, gate: Gate, extras: Extras = None, is_source: bool = False) -> None:
@@ -183,17 +271,17 @@ class Behind(nn.Module):
 
 
 def is_removed(module: nn.Module) -> bool:
-    """Whether what stands at the place of a layer keeps it from running."""
+    """Whether ``module`` keeps the layer that it replaces or wraps from running."""
     if isinstance(module, Behind):
         return is_removed(module.gates[0])
     return not module.is_open if isinstance(module, Gate) else isinstance(module, Removed)
 
 
 class StraightThrough(torch.autograd.Function):
-    """f(x) itself, with d loss / d m = <d loss / d y, f(x) - r(x)> handed to the importance (paper, Eq. 6).
+    """f(x) itself, with d loss / d m = <d loss / d y, f(x) - r(x)> as the gradient of the importance (paper, Eq. 6).
 
     Returning f(x) unchanged keeps an open gate bit-equal to the ungated model and costs no arithmetic forward. Rows
-    that are ``tried`` are r(x) instead, and they alone give the importance its gradient.
+    that are ``tried`` are r(x) instead, and only they contribute to the gradient of the importance.
     """
 
     @staticmethod
@@ -221,7 +309,7 @@ def _inner_product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def per_image(values: Tensor, of: Tensor, images_at: int) -> Tensor:
-    """Return one value for each image (B,) so that it multiplies ``of``, which has images, or their windows, there."""
+    """Return one value per image (B,), shaped to multiply ``of``, with images or windows on axis ``images_at``."""
     rows = values.repeat_interleave(of.shape[images_at] // len(values))
     return rows.view(*[1] * images_at, -1, *[1] * (of.dim() - images_at - 1))
 
@@ -231,9 +319,9 @@ def _first_tensor(values: tuple[Any, ...]) -> Tensor:
 
 
 class StreamGelu:
-    """Forward hook of the preset ``authors``: a GELU on what a block without attention and activation hands on.
+    """Forward hook of the preset ``authors``: a GELU on the output of a block without attention and activation.
 
-    On a gated block it acts while both ``gates`` are closed.
+    On a gated block it applies while both ``gates`` are closed.
     """
 
     def __init__(self, gates: tuple[Gate, ...] = ()) -> None:

@@ -14,22 +14,10 @@ from numbers import Integral
 from typing import Any, Literal
 
 from hetdpt.core.errors import PlanError
+from hetdpt.core.styles import PRESETS, STYLES, Style, styles_for
 
 Kind = Literal["attention", "activation"]
 KINDS: tuple[Kind, Kind] = ("attention", "activation")
-
-ATTENTION_STYLES = ("skip", "norm", "constant", "position", "linear")
-ACTIVATION_STYLES = ("identity", "calibrated", "drop")
-FITTED_STYLES = ("constant", "position", "linear", "calibrated")
-"""Those that are fitted on images (docs/oneshot.md)."""
-REMOVALS: dict[str, tuple[str, str]] = {
-    "plain": ("skip", "identity"),
-    "norm": ("norm", "identity"),
-    "authors": ("norm", "identity"),
-    "calibrated": ("constant", "calibrated"),
-}
-"""Named pairs (attention style, activation style). ``authors`` also puts a GELU on the residual stream after a block
-that lost both layers, as the release of the paper does."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +122,7 @@ class Plan:
     attention: tuple[int, ...] = ()
     activation: tuple[int, ...] = ()
     removal: str | tuple[str, str] = "plain"
-    """A name from ``REMOVALS`` or an explicit (attention style, activation style)."""
+    """A name from ``PRESETS`` or an explicit (attention style, activation style)."""
     anatomy: Anatomy | None = None
     """The model it was made for; None fits any model that has these sites."""
     fits: tuple[Fit, ...] = field(default=(), compare=False)
@@ -151,7 +139,12 @@ class Plan:
     @property
     def styles(self) -> tuple[str, str]:
         """(attention style, activation style)."""
-        return REMOVALS[self.removal] if isinstance(self.removal, str) else self.removal
+        return PRESETS[self.removal].styles if isinstance(self.removal, str) else self.removal
+
+    @property
+    def has_stream_gelu(self) -> bool:
+        """Whether a GELU follows every block that has lost both layers (preset ``authors``)."""
+        return isinstance(self.removal, str) and PRESETS[self.removal].has_stream_gelu
 
     @property
     def budget(self) -> Budget:
@@ -161,22 +154,19 @@ class Plan:
         """Whether this plan takes ``site`` away."""
         return site.block in getattr(self, site.kind)
 
-    def style_of(self, kind: Kind) -> str:
-        return self.styles[KINDS.index(kind)]
+    def style_of(self, kind: Kind) -> Style:
+        """Return the row of the style by which layers of ``kind`` are removed."""
+        return STYLES[self.styles[KINDS.index(kind)]]
 
     @property
     def fitted(self) -> tuple[str, ...]:
-        """Those of its styles that are fitted on images and that it has a use for."""
-        return tuple(self.style_of(kind) for kind in KINDS if getattr(self, kind) and self.is_fitted(kind))
+        """The styles of its removed layers that are fitted on images."""
+        return tuple(style.name for kind in KINDS if getattr(self, kind) and (style := self.style_of(kind)).fit)
 
     @property
     def is_any_fitted(self) -> bool:
-        """Whether one of its styles is fitted on images, of use or not."""
-        return any(self.is_fitted(kind) for kind in KINDS)
-
-    def is_fitted(self, kind: Kind) -> bool:
-        """Whether a removed layer of this kind is replaced by something that is fitted on images."""
-        return self.style_of(kind) in FITTED_STYLES
+        """Whether one of its two styles is fitted on images, even if it removes no such layer."""
+        return any(STYLES[name].fit for name in self.styles)
 
     def check(self, anatomy: Anatomy) -> None:
         """Raise ``PlanError`` unless every site of the plan exists in a model of this ``anatomy``."""
@@ -250,15 +240,15 @@ def _blocks(kind: str, blocks: Any) -> tuple[int, ...]:
 
 
 def _removal(removal: object) -> str | tuple[str, str]:
-    if isinstance(removal, str) and removal in REMOVALS:
+    if isinstance(removal, str) and removal in PRESETS:
         return removal
     if isinstance(removal, tuple) and len(removal) == 2:
         attention, activation = removal
-        if attention in ATTENTION_STYLES and activation in ACTIVATION_STYLES:
+        if attention in styles_for("attention") and activation in styles_for("activation"):
             return attention, activation
     raise PlanError(
-        f"removal is one of {_spell(REMOVALS)} or a pair (attention style of {_spell(ATTENTION_STYLES)}; "
-        f"activation style of {_spell(ACTIVATION_STYLES)}), not {removal!r}"
+        f"removal is one of {_spell(PRESETS)} or a pair (attention style of {_spell(styles_for('attention'))}; "
+        f"activation style of {_spell(styles_for('activation'))}), not {removal!r}"
     )
 
 
@@ -268,7 +258,8 @@ def _fits(values: Any) -> tuple[Fit, ...]:
         raise PlanError(f"fits of a plan is a list of objects with the keys {_spell(sorted(known))}, not {values!r}")
     for fit in values:
         numbers = fit["r2"], 0.0 if fit["ridge"] is None else fit["ridge"]
-        is_fit = fit["kind"] in KINDS and _is_block(fit["block"]) and fit["style"] in FITTED_STYLES
+        style = STYLES.get(fit["style"]) if isinstance(fit["style"], str) else None
+        is_fit = fit["kind"] in KINDS and _is_block(fit["block"]) and style is not None and style.fit is not None
         if not is_fit or not all(isinstance(number, int | float) for number in numbers):
             raise PlanError(f"fits of a plan have a kind, a block, a fitted style and numbers, not {fit!r}")
     return tuple(Fit(**fit) for fit in values)

@@ -15,6 +15,7 @@ from typing import Any, Literal
 from hetdpt.core.errors import PlanError, PredictError, TrainError
 from hetdpt.core.goals import GOALS, GoalFields, Measures, Wanted
 from hetdpt.core.plan import Plan
+from hetdpt.core.styles import STYLES
 from hetdpt.core.tokens import read_tokens
 from hetdpt.data.table import DEMO
 from hetdpt.export.runtimes import EXPORTS, ExportRuntime, require_runtimes
@@ -70,7 +71,7 @@ class RunConfig(GoalFields):
     samples: Path | None = None
     """A CSV of samples, or a directory of hetdpt collect, to split the budget by; None to collect them."""
     removal: Removal = "calibrated"
-    """What removed layers leave behind: a name from ``plan.REMOVALS`` or (attention style, activation style)."""
+    """What removed layers leave behind: a name from ``styles.PRESETS`` or (attention style, activation style)."""
     images: int = 256
     """Training images on which replacements are fitted and layers are compared."""
     rounds: tuple[int, int, int] | None = None
@@ -298,9 +299,9 @@ class RunConfig(GoalFields):
     def _require_width(self) -> None:
         if self.tokens is not None:
             read_tokens(self.tokens)
-            if "position" in Plan(removal=self.removal).styles:
+            if fixed := [name for name in Plan(removal=self.removal).styles if STYLES[name].is_per_position]:
                 raise PlanError(
-                    "the removal style 'position' leaves values for each place, and tokens that merge have none; use "
+                    f"removal style {fixed[0]!r} has values for each position, which merged tokens do not have; use "
                     "'constant', or leave out --tokens"
                 )
         if not self.plus:

@@ -208,9 +208,7 @@ def _without(job: _OneShotJob, choices: list[GreedyChoice]) -> nn.Module:
     if not config.is_fitted:
         return prune_(clone(job.model), plan, job.size)
     progress = job.stage("calibrating")
-    return calibrate_(
-        clone(job.model), plan, job.batches, absorb=config.absorb, sweeps=config.sweeps, progress=progress
-    )
+    return calibrate_(clone(job.model), plan, job.batches, progress=progress)
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ def _lines(found: Observations) -> list[dict[str, Any]]:
     lines: dict[Any, dict[str, Any]] = {}
 
     def line(site: Any, removal: Removal) -> dict[str, Any]:
-        style = Plan(removal=removal).style_of(site.kind)
+        style = Plan(removal=removal).style_of(site.kind).name
         start = {**vars(site), "removal": spell(removal), "style": style}
         return lines.setdefault((site, removal), start)
 
@@ -124,5 +124,5 @@ def _finish_accuracies(panel: Axes, found: Observations, title: str) -> None:
 
 def _look(removal: Removal, kind: Kind) -> tuple[str, str]:
     """Return the style, by which lines are told apart, and what to call it."""
-    style = Plan(removal=removal).style_of(kind)
+    style = Plan(removal=removal).style_of(kind).name
     return style, f"{kind}: {style}"

@@ -36,11 +36,7 @@ class OneShotConfig:
     kind: Kind | None = None
     """The only kind of layer that may go; None for both."""
     removal: Removal = "calibrated"
-    """What removed layers leave behind: a name from ``plan.REMOVALS`` or (attention style, activation style)."""
-    absorb: bool = False
-    """Whether replacements make up for the error so far (``calibrate_``)."""
-    sweeps: int = 1
-    """How often each replacement is fitted (``calibrate_``)."""
+    """What removed layers leave behind: a name from ``styles.PRESETS`` or (attention style, activation style)."""
 
     def __post_init__(self) -> None:
         if (self.layers is None) == (self.speedup is None):
@@ -52,12 +48,6 @@ class OneShotConfig:
         if self.kind not in (None, *KINDS):
             raise PlanError(f"the kind of layer is {' or '.join(KINDS)}, not {self.kind!r}")
         Plan(removal=self.removal)  # refuses what is none
-        if self.sweeps < 1:
-            raise PlanError(f"each replacement is fitted at least once, not {self.sweeps} times")
-        if (self.absorb or self.sweeps > 1) and not self.is_fitted:
-            raise PlanError(
-                f"absorb and sweeps say how to fit, but removal {self.removal!r} is not fitted; use 'calibrated'"
-            )
 
     @property
     def is_fitted(self) -> bool:

@@ -70,7 +70,7 @@ class SelectConfig:
     search: RecoverConfig = field(default_factory=usual_search)
     """How weights train while importances are learned; its seed is that of the whole selection."""
     removal: Removal = "calibrated"
-    """What removed layers leave behind: a name from ``plan.REMOVALS`` or (attention style, activation style). In a
+    """What removed layers leave behind: a name from ``styles.PRESETS`` or (attention style, activation style). In a
     search it is also what gates have on their other side; ``plain`` is the paper's."""
     images: int = 256
     """Training images on which replacements are fitted and transfer entropy and damage are measured."""

@@ -23,7 +23,8 @@ from torch import nn
 from hetdpt.adapters.identity import fingerprint
 from hetdpt.core.errors import DataError, PlanError
 from hetdpt.core.modules import clone, find_device
-from hetdpt.core.plan import KINDS, REMOVALS, Plan, Site
+from hetdpt.core.plan import KINDS, Plan, Site
+from hetdpt.core.styles import PRESETS
 from hetdpt.data.fixed_batches import ImageBatches
 from hetdpt.data.sources import Data, open_data
 from hetdpt.flow.collection.work import STEPS
@@ -62,7 +63,7 @@ class ObserveConfig:
     recovery: RecoverConfig
     """The fine-tuning after each removal, such as that of the recipe ``brief``."""
     removals: tuple[Removal, ...] = ("plain", "calibrated")
-    """What removed layers leave behind: each a name from ``plan.REMOVALS`` or (attention style, activation style)."""
+    """What removed layers leave behind: each a name from ``styles.PRESETS`` or (attention style, activation style)."""
     blocks: tuple[int, ...] | None = None
     """Blocks whose layers are removed, one layer at a time: None for all, () for gradients only."""
     images: int = 256
@@ -235,7 +236,7 @@ def read_results(directory: Path) -> Observations:
 
 
 def _rank(removal: Removal) -> tuple[int, str]:
-    names = list(REMOVALS)
+    names = list(PRESETS)
     return names.index(removal) if isinstance(removal, str) else len(names), spell(removal)
 
 

@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import zip_longest
 from math import inf, isfinite
 from operator import length_hint
 from typing import Any
@@ -20,7 +21,8 @@ from torch import Tensor, nn
 from hetdpt.adapters.anatomy import Handle
 from hetdpt.core.errors import DataError
 from hetdpt.core.modules import Peeked, memory_advice, require_more_than_once
-from hetdpt.core.plan import ATTENTION_STYLES, FITTED_STYLES, Measurement, Plan, Site
+from hetdpt.core.plan import KINDS, Measurement, Plan, Site
+from hetdpt.core.styles import PRESETS, STYLES, styles_for
 from hetdpt.measurement.agreement import Damage
 from hetdpt.measurement.costs import Costs
 from hetdpt.measurement.speed import latency_table
@@ -34,10 +36,6 @@ from hetdpt.surgery.replacement import why_not_removable
 
 LIMIT = 0.5
 """Of the damage of an answer that ignores the image: what does more than this does not replace a layer."""
-TIMED = (("skip", "identity"), ("norm", "drop"), ("linear", "calibrated"))
-"""Pairs of styles that are measured together, so that each style is."""
-COSTS_OF = {"constant": "skip", "position": "skip"}
-"""Styles that cost what another one does: a constant is added in place of zeros."""
 PURPOSE = "a scan"
 Progress = Callable[[str, int, int], None]
 """Called with (what is being done, steps done, steps in all)."""
@@ -224,7 +222,7 @@ def scan(
             damage=found.damage[site, style],
             is_replaceable=found.damage[site, style] <= LIMIT * found.uninformed,
             macs_saved=macs[site, style],
-            ms_saved=times.get((site, style)) or times.get((site, COSTS_OF.get(style, style))),
+            ms_saved=times.get((site, style)) or times.get((site, _costs_as(style))),
         )
         for site, style in offered
     )
@@ -240,15 +238,24 @@ def _offered(model: nn.Module) -> list[Variant]:
 
 
 def _styles(handle: Handle, plan: Plan) -> list[str]:
-    if len(plan):  # one model, one removal
-        return [plan.style_of(handle.site.kind)] if why_not_removable(handle, plan) is None else []
-    is_attention = handle.site.kind == "attention"
-    of_ffn = ("calibrated", "drop") if handle.site.is_gated else ("identity", "calibrated")
-    plans = {
-        style: Plan(removal=(style, "identity") if is_attention else ("skip", style))
-        for style in (ATTENTION_STYLES if is_attention else of_ffn)
-    }
-    return [style for style, one in plans.items() if why_not_removable(handle, one) is None]
+    """Return the styles that can remove a site; those of last resort only if another one cannot."""
+    names = (plan.style_of(handle.site.kind).name,) if len(plan) else styles_for(handle.site.kind)
+    able = [name for name in names if why_not_removable(handle, STYLES[name]) is None]
+    usual = [name for name in able if not STYLES[name].is_last_resort]
+    is_any_unable = len(able) < len(names)
+    return able if is_any_unable or len(plan) else usual
+
+
+def _timed() -> list[tuple[str, str]]:
+    """Return pairs of styles to time together, so that each one with costs of its own is in one of them."""
+    attention, activation = ([name for name in styles_for(kind) if not STYLES[name].costs_like] for kind in KINDS)
+    rest = zip_longest(attention, activation)
+    plain = PRESETS["plain"]
+    return [(one or plain.attention, other or plain.activation) for one, other in rest]
+
+
+def _costs_as(style: str) -> str:
+    return STYLES[style].costs_like or style
 
 
 def _fit(
@@ -257,7 +264,7 @@ def _fit(
     """Return a replacement for every variant that has one, all from one pass where there is memory for it."""
     asked: dict[Site, list[str]] = {}
     for site, style in offered:
-        if style in FITTED_STYLES:
+        if STYLES[style].fit:
             asked.setdefault(site, []).append(style)
     if not asked:
         return {}
@@ -330,7 +337,7 @@ def _macs_saved(
     dense = Costs.of(model, size)
     saved: dict[Variant, int] = {}
     for done, (site, style) in enumerate(offered, 1):
-        same = site, COSTS_OF.get(style, style)
+        same = site, _costs_as(style)
         if same not in saved:
             saved[site, style] = dense.macs - Costs.of(merge_(without(model, site, style)), size).macs
         saved.setdefault((site, style), saved.get(same, 0))
@@ -342,17 +349,17 @@ def _macs_saved(
 def _ms_saved(
     model: nn.Module, size: tuple[int, int, int], batch: int | None, progress: Progress | None
 ) -> tuple[Measurement, dict[Variant, Measurement]]:
-    """Return the time of ``model`` for a batch, and what each style of ``TIMED`` saves of it."""
+    """Return the time of ``model`` for a batch, and what each style that is timed saves of it."""
     record = require_record(model)
-    removals = [record.plan.styles] if len(record.plan) else [*TIMED]
+    removals = [record.plan.styles] if len(record.plan) else _timed()
     saved: dict[Variant, Measurement] = {}
     tables = []
     for number, styles in enumerate(removals):
         move = partial(_move_timing, progress, number, len(removals)) if progress else None
         table = latency_table(model, size, batch=batch, removal=styles, progress=move)
         tables.append(table)
-        style_of = Plan(removal=styles).style_of
-        saved |= {(one.site, style_of(one.site.kind)): one.saved for one in table.savings}
+        plan = Plan(removal=styles)
+        saved |= {(one.site, plan.style_of(one.site.kind).name): one.saved for one in table.savings}
     return tables[0].dense, saved
 
 

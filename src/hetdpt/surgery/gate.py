@@ -13,24 +13,17 @@ from hetdpt.adapters.ffn import Ffn
 from hetdpt.adapters.output_attentions import keep_places_
 from hetdpt.core.errors import PlanError
 from hetdpt.core.fold import new_layer
-from hetdpt.core.gates import Behind, Gate, Mapped, StreamGelu, Zero
+from hetdpt.core.gates import Behind, Gate, Mapped, StreamGelu, Values
 from hetdpt.core.modules import put_
 from hetdpt.core.plan import Plan, Site
-from hetdpt.surgery.record import RECORD, InputSize, begin, goes_whole, layer_at, parts_of, record_of, require_record
+from hetdpt.core.styles import Style
+from hetdpt.surgery.record import RECORD, InputSize, layer_at, parts_of, record_for, record_of, require_record
 from hetdpt.surgery.remove import stream_owners
-from hetdpt.surgery.replacement import (
-    Values,
-    fill_values,
-    new_replacement,
-    place_of,
-    require_removable,
-    stand_in,
-    why_not_removable,
-)
+from hetdpt.surgery.replacement import new_replacement, place_of, require_removable, why_not_removable
 
 
 def gate_(model: nn.Module, plan: Plan | None = None, input_size: InputSize | None = None) -> nn.Module:
-    """Put a gate on every site that the plan's removal style can remove, closed where the plan removes it.
+    """Put a gate on every site that the plan's removal can remove, closed where the plan removes it.
 
     With no plan all gates are open and the outputs are bit-equal to the ungated model's, or equal up to rounding where
     that ran on torch's fast path (``nn.TransformerEncoderLayer``). ``restore_`` undoes it.
@@ -47,15 +40,21 @@ def gate_(model: nn.Module, plan: Plan | None = None, input_size: InputSize | No
 def place_gates_(
     model: nn.Module, plan: Plan, input_size: InputSize | None = None, sites: Collection[Site] | None = None
 ) -> nn.Module:
-    """Do what ``gate_`` does, under any style and on some ``sites`` alone: what is to be fitted has no values yet."""
-    record = begin(model, plan, input_size, is_temporary=True)
-    left = [h for h in record.survey.handles if not record.plan.removes(h.site) and (sites is None or h.site in sites)]
-    gated = [h for h in left if plan.removes(h.site) or why_not_removable(h, plan) is None]
-    require_removable(gated, plan)
-    owners = stream_owners(gated) if plan.removal == "authors" else {}
+    """Put gates as ``gate_`` does, with any style and only on ``sites``; fitted replacements have no values yet."""
+    record = record_for(model, plan, input_size, is_temporary=True)
+    gated = []
+    for handle in record.left:
+        style = plan.style_of(handle.site.kind)
+        if sites is not None and handle.site not in sites:
+            continue
+        if plan.removes(handle.site):
+            require_removable(handle, style)
+        if why_not_removable(handle, style) is None:
+            gated.append(handle)
+    owners = stream_owners(gated) if plan.has_stream_gelu else {}
     if record_of(model) is None:
         keep_places_(model, record.survey)
-    paths = {handle.site: _put_gate(model, handle, plan) for handle in gated}
+    paths = {handle.site: _put_gate(model, handle, plan.style_of(handle.site.kind)) for handle in gated}
     vars(model)[RECORD] = replace(record, gates=tuple(paths.items()))
     gates = gates_by_site(model)
     for site, gate in gates.items():
@@ -67,7 +66,7 @@ def place_gates_(
 
 
 def restore_(model: nn.Module) -> nn.Module:
-    """Take all gates off again: the very modules that were there before, so outputs are bit-equal."""
+    """Take all gates off again: the modules of before are put back, so outputs are bit-equal."""
     wrapped = [(path, m) for path, m in model.named_modules() if isinstance(m, Gate | Behind)]
     for path, wrapper in sorted(wrapped, key=lambda pair: -len(pair[0])):
         model.set_submodule(path, wrapper.release())
@@ -86,49 +85,44 @@ def gates_of(model: nn.Module) -> dict[str, Gate]:
 
 
 def gates_by_site(model: nn.Module) -> dict[Site, Gate]:
-    """Return the gates of a gated model by the site that each of them is for, in order of execution."""
+    """Return the gates of a gated model by site, in order of execution."""
     gates = gates_of(model)
     return {site: gates[path] for site, path in require_record(model).gates}
 
 
 def fill_gate_(model: nn.Module, site: Site, values: Values) -> nn.Module:
-    """Set the values of the replacement that a gate has on its other side."""
-    handle = next(handle for handle in require_record(model).survey.handles if handle.site == site)
-    gate, parts = gates_by_site(model)[site], handle.parts
+    """Set the values of the replacement that a gate switches to."""
+    gate, parts = gates_by_site(model)[site], require_record(model).handle_of(site).parts
     is_core = parts is None or gate is model.get_submodule(parts.core)
     layout = parts and (parts.core_layout if is_core else parts.gate_layout)
-    fill_values(gate.removed, values, layout.axis if layout else -1)
+    gate.removed.fill_(values, layout.axis if layout else -1)
     return model
 
 
-def _put_gate(model: nn.Module, handle: Handle, plan: Plan) -> str:
-    """Gate a site and return where; a whole branch at its end, so that norms and scales behind the core are masked too.
+def _put_gate(model: nn.Module, handle: Handle, style: Style) -> str:
+    """Gate a site and return where.
 
-    The gate is before scales that are no modules, so that its other side is not yet scaled either.
+    A whole branch is gated at its end, so that norms and scales behind the core are masked too. The gate is before
+    scales that are no modules, so its replacement is not scaled yet either.
     """
-    style = plan.style_of(handle.site.kind)
-    if handle.ffn and style == "calibrated":
+    if style.removes == "ffn" and handle.ffn:
         return _put_gate_on_ffn(model, handle.ffn, handle.images_at)
-    if plan.is_fitted(handle.site.kind):
-        path, end = parts_of(handle).core, place_of(model, handle, style).target
-        layout = parts_of(handle).core_layout if end == path else parts_of(handle).gate_layout
-        like = next(model.get_submodule(path).parameters())
-        removed = new_replacement(style, layout, like, parts_of(handle).extras if end == path else None)
+    if style.removes == "layer":
+        path = end = handle.site.path if handle.site.kind == "activation" else parts_of(handle).core
     else:
-        path, removed = stand_in(handle, plan)
-        end = parts_of(handle).gate if goes_whole(handle, plan) else path
-        removed = removed if end == path else Zero()
+        path = parts_of(handle).core
+        end = place_of(model, handle, style).target if style.fit else parts_of(handle).gate
+    removed = new_replacement(model, handle, style, end)
     gate = Gate(model.get_submodule(end), removed, handle.images_at)
     gate.to(next(model.parameters()).device)
     if end != path:
-        is_source = isinstance(removed, Mapped)
-        put_(model, path, Behind(model.get_submodule(path), gate, parts_of(handle).extras, is_source))
+        put_(model, path, Behind(model.get_submodule(path), gate, parts_of(handle).extras, removed.uses_input))
     put_(model, end, gate)
     return end
 
 
 def _put_gate_on_ffn(model: nn.Module, ffn: Ffn, images_at: int) -> str:
-    """Gate an FFN whose other side is one layer; closed, neither of its two layers runs, nor what is between them."""
+    """Gate an FFN that a single layer replaces; while closed, neither of its two layers runs, nor what is between."""
     first, second = layer_at(model, ffn.first), layer_at(model, ffn.second)
     zeros = first.weight.new_zeros(len(second.weight), first.weight.shape[1], dtype=torch.float64)
     layer = new_layer(zeros, zeros.sum(1), first.weight, isinstance(first, nn.Conv2d))

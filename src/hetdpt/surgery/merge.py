@@ -14,11 +14,9 @@ from hetdpt.adapters.ffn import Ffn
 from hetdpt.core.fold import add, fold_norm, fold_pair, is_cheaper_folded
 from hetdpt.core.gates import Constant, Pass, Zero
 from hetdpt.core.modules import put_
-from hetdpt.core.plan import Plan
 from hetdpt.surgery.record import (
     RECORD,
     Record,
-    goes_whole,
     layer_at,
     parts_of,
     record_of,
@@ -27,22 +25,22 @@ from hetdpt.surgery.record import (
 )
 
 CHANGES = MULTIPLICATIONS | {"constant_pad_nd"}
-"""Operations after which a constant is another one, or none."""
+"""Operations that change a constant."""
 
 
 def merge_(model: nn.Module, fold_norms: bool = False, fold_constants: bool = True) -> nn.Module:
-    """Make one layer of the two linear ones that a removed activation left (paper, Eq. 7), where that is cheaper.
+    """Fold the two linear layers that a removed activation left into one (paper, Eq. 7), where that is cheaper.
 
-    LayerScale is folded in; with ``fold_norms`` the affine part of the LayerNorm before it too, which saves 2 D
-    parameters. With ``fold_constants`` a constant in place of attention goes into the bias of the FFN before it, or the
-    embedding of positions, where no other layer and no output sees the difference; leave it out where streams between
+    LayerScale is folded in; with ``fold_norms`` also the affine part of the LayerNorm before it, which saves 2 D
+    parameters. With ``fold_constants`` a constant in place of attention is added to the bias of the FFN before it, or
+    to the position embedding, where no other layer and no output sees the difference; turn it off if streams between
     blocks are read by other ways than ``forward``. The function stays the same up to rounding; merging twice changes
     nothing.
     """
     record = record_of(model)
     if record is None:
         return model
-    ffns = {h.site.block: h.ffn for h in record.survey.handles if h.ffn and _is_linear(h, record.plan)}
+    ffns = _linear_ffns(record)
     worth = [block for block, ffn in ffns.items() if block in record.merged or _is_worth_merging(model, ffn)]
     constants = record.plan.attention if fold_constants else ()
     return merge_blocks_(model, worth, worth if fold_norms else (), constants)
@@ -54,14 +52,14 @@ def merge_blocks_(
     folded_norms: Iterable[int] = (),
     folded_constants: Iterable[int] = (),
 ) -> nn.Module:
-    """Merge the FFNs of these ``blocks``, fold the norms and constants of some; what is done already stays.
+    """Merge the FFNs of these ``blocks``, and fold the norms and constants of some; earlier merges stay.
 
-    Of ``folded_constants`` those are passed over that nothing can take in.
+    Those of ``folded_constants`` that cannot be folded into a bias are skipped.
     """
     refuse_gated(model)
     record = require_record(model)
-    ffns = {h.site.block: h.ffn for h in record.survey.handles if _is_linear(h, record.plan) and h.ffn}
-    merged, folded, taken_in = [*record.merged], [*record.folded_norms], [*record.folded_constants]
+    ffns = _linear_ffns(record)
+    merged, folded, constants = [*record.merged], [*record.folded_norms], [*record.folded_constants]
     for block in blocks:
         if block in ffns and block not in merged:
             merge_ffn_(model, ffns[block])
@@ -72,17 +70,18 @@ def merge_blocks_(
             folded.append(block)
     record = replace(record, merged=tuple(merged), folded_norms=tuple(folded))
     for handle in record.survey.handles:
-        is_asked = handle.site.kind == "attention" and handle.site.block in folded_constants
-        if is_asked and handle.site.block not in taken_in and _fold_constant(model, handle, record):
-            taken_in.append(handle.site.block)
-    vars(model)[RECORD] = replace(record, folded_constants=tuple(taken_in))
+        is_wanted = handle.site.kind == "attention" and handle.site.block in folded_constants
+        if is_wanted and handle.site.block not in constants and _fold_constant(model, handle, record):
+            constants.append(handle.site.block)
+    vars(model)[RECORD] = replace(record, folded_constants=tuple(constants))
     return model
 
 
-def _is_linear(handle: Handle, plan: Plan) -> bool:
-    """Whether the plan leaves two linear layers in a row, or one."""
-    is_linear = plan.style_of("activation") in ("identity", "calibrated")
-    return handle.ffn is not None and plan.removes(handle.site) and is_linear
+def _linear_ffns(record: Record) -> dict[int, Ffn]:
+    """Return by block the FFNs whose activation was removed so that two linear layers are left in a row, or one."""
+    is_linear = record.plan.style_of("activation").merge == "pair"
+    handles = [h for h in record.survey.handles if is_linear and record.plan.removes(h.site)]
+    return {handle.site.block: handle.ffn for handle in handles if handle.ffn}
 
 
 def _is_worth_merging(model: nn.Module, ffn: Ffn) -> bool:
@@ -110,11 +109,13 @@ def _fold_norm(model: nn.Module, ffn: Ffn) -> None:
 
 
 def _fold_constant(model: nn.Module, handle: Handle, record: Record) -> bool:
-    """Add what a constant adds to the bias before it instead; return whether there is one and it may."""
+    """Add a constant to the bias before it instead; return whether there is such a constant and such a bias."""
     constant = model.get_submodule(parts_of(handle).core)
     name = _bias_now(handle, record)
     is_changed = not CHANGES.isdisjoint(parts_of(handle).tail)
-    if not isinstance(constant, Constant) or name is None or is_changed:
+    if record.plan.style_of("attention").merge != "bias" or name is None or is_changed:
+        return False
+    if not isinstance(constant, Constant):
         return False
     bias = model.get_parameter(name)
     value: Tensor
@@ -132,24 +133,25 @@ def _fold_constant(model: nn.Module, handle: Handle, record: Record) -> bool:
 
 
 def _fits(value: Tensor, bias: Tensor) -> bool:
-    """Whether ``bias`` has a place for each that ``value`` has: not so where positions are interpolated."""
+    """Whether ``bias`` has as many positions as ``value``, which it has not if positions are interpolated."""
     return all(side in (1, full) for side, full in zip(value.shape[::-1], bias.shape[::-1], strict=False))
 
 
 def _bias_now(handle: Handle, record: Record) -> str | None:
-    """Return the parameter that is added to the stream right before a branch, where it is now; None if it is gone."""
+    """Return the current name of the parameter that is added to the stream right before a branch; None if removed."""
     name = handle.bias
     for other in record.survey.handles:
         if other.ffn and name == f"{other.ffn.second}.bias":
             if other.site.block in record.merged:
                 return f"{other.ffn.first}.bias"
-            is_dropped = record.plan.removes(other.site) and goes_whole(other, record.plan)
+            is_whole = record.plan.style_of(other.site.kind).removes == "branch"
+            is_dropped = record.plan.removes(other.site) and is_whole
             return None if is_dropped or other.ffn.scale else name
     return name
 
 
 def neutralise_(model: nn.Module, name: str) -> None:
-    """Put a plain 1 in place of a LayerScale parameter; a LayerScale module of its own becomes a pass."""
+    """Replace a LayerScale parameter by 1; a LayerScale module of its own becomes a ``Pass``."""
     path, _, leaf = name.rpartition(".")
     owner = model.get_submodule(path)
     if len(list(owner.parameters())) == 1 and not any(owner.children()):

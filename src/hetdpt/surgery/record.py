@@ -1,7 +1,4 @@
-"""What has been done to a model, kept on the model itself; where its layers are, and which of them can be removed.
-
-Nothing is changed here.
-"""
+"""What has been done to a model, kept on the model itself, and where its layers are. Nothing is changed here."""
 
 from __future__ import annotations
 
@@ -30,20 +27,32 @@ class Record:
     survey: Survey
     plan: Plan
     merged: tuple[int, ...] = ()
-    """Blocks whose FFN is one layer now."""
+    """Blocks whose FFN is a single layer now."""
     folded_norms: tuple[int, ...] = ()
-    """Those of them whose LayerNorm has lost its affine part to that layer."""
+    """Those of them whose LayerNorm had its affine part folded into that layer."""
     folded_constants: tuple[int, ...] = ()
-    """Blocks whose attention was replaced by a constant that the bias before it has taken in."""
+    """Blocks whose attention was replaced by a constant that was folded into the bias before it."""
     gates: tuple[tuple[Site, str], ...] = ()
-    """The sites that have gates, and the paths of these."""
+    """The gated sites and the paths of their gates."""
     is_narrowed: bool = False
-    """Whether its sizes are others than those it was built with (:mod:`hetdpt.reduce.width.narrow`)."""
+    """Whether its sizes differ from those it was built with (:mod:`hetdpt.reduce.width.narrow`)."""
     tokens: Tokens | None = None
     """How its blocks reduce tokens, if they do (:mod:`hetdpt.reduce.tokens.reduce`)."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Record:
-        return self  # nothing in it ever changes
+        return self  # it is immutable
+
+    @property
+    def left(self) -> list[Handle]:
+        """The sites that have not been removed, in order of execution."""
+        return [handle for handle in self.survey.handles if not self.plan.removes(handle.site)]
+
+    def to_remove(self, plan: Plan) -> list[Handle]:
+        """Return the sites that ``plan`` removes and that have not been removed yet, in order of execution."""
+        return [handle for handle in self.left if plan.removes(handle.site)]
+
+    def handle_of(self, site: Site) -> Handle:
+        return next(handle for handle in self.survey.handles if handle.site == site)
 
 
 def record_of(model: nn.Module) -> Record | None:
@@ -65,9 +74,9 @@ def survey_of(model: nn.Module, input_size: InputSize | None = None) -> Survey:
 
 
 def sites(model: nn.Module, input_size: InputSize | None = None) -> list[Site]:
-    """Return the removable places of ``model``, in order of execution; of a pruned one, those that are left.
+    """Return the removable layers of ``model``, in order of execution; of a pruned one, those that are left.
 
-    ``input_size`` (C, H, W) is taken from the model where it says so.
+    ``input_size`` (C, H, W) is read from the model if it is not given.
 
     >>> import timm
     >>> model = timm.create_model("vit_tiny_patch16_224", depth=2)
@@ -76,19 +85,13 @@ def sites(model: nn.Module, input_size: InputSize | None = None) -> list[Site]:
      'attention 1: blocks.1.attn', 'activation 1: blocks.1.mlp.act']
     """
     record = record_of(model)
-    found = survey_of(model, input_size)
-    return [handle.site for handle in found.handles if record is None or not record.plan.removes(handle.site)]
+    return [handle.site for handle in (record.left if record else survey_of(model, input_size).handles)]
 
 
-def refuse_gated(model: nn.Module) -> None:
-    if any(isinstance(module, Gate) for module in model.modules()):
-        raise PlanError("this model has gates on its layers; call restore_(model) first")
+def record_for(model: nn.Module, plan: Plan, input_size: InputSize | None, is_temporary: bool = False) -> Record:
+    """Return the record of a model, a new one if it is untouched; ``PlanError`` if ``plan`` cannot be applied to it.
 
-
-def begin(model: nn.Module, plan: Plan, input_size: InputSize | None, is_temporary: bool = False) -> Record:
-    """Return the record of a model that ``plan`` may be applied to; ``PlanError`` says why it may not.
-
-    What is ``temporary``, gates, may be of another removal than replacements that were fitted.
+    Gates are temporary: their removal may differ from that of replacements that were fitted.
     """
     refuse_gated(model)
     found = survey_of(model, input_size)
@@ -99,8 +102,8 @@ def begin(model: nn.Module, plan: Plan, input_size: InputSize | None, is_tempora
         raise PlanError(
             "this model reduces its tokens; call restore_tokens_(model), remove layers, then reduce them again"
         )
-    is_same = record.plan.styles == plan.styles and (record.plan.removal == "authors") == (plan.removal == "authors")
-    if len(record.plan) and not is_same and not (is_temporary and record.plan.fitted):
+    before, now = ((one.styles, one.has_stream_gelu) for one in (record.plan, plan))
+    if len(record.plan) and before != now and not (is_temporary and record.plan.fitted):
         raise PlanError(
             f"this model was pruned with removal {record.plan.removal!r} and the plan says {plan.removal!r}; "
             "use the same removal for all layers of a model"
@@ -108,18 +111,16 @@ def begin(model: nn.Module, plan: Plan, input_size: InputSize | None, is_tempora
     return record
 
 
+def refuse_gated(model: nn.Module) -> None:
+    """Raise ``PlanError`` if ``model`` has gates."""
+    if any(isinstance(module, Gate) for module in model.modules()):
+        raise PlanError("this model has gates on its layers; call restore_(model) first")
+
+
 def parts_of(handle: Handle) -> Parts:
-    assert handle.parts is not None  # require_removable has seen to it
+    """Return the parts of a branch that can be removed as a whole, as ``require_removable`` has checked."""
+    assert handle.parts is not None
     return handle.parts
-
-
-def goes_whole(handle: Handle, plan: Plan) -> bool:
-    return plan.style_of(handle.site.kind) in ("skip", "drop")
-
-
-def is_idle(handle: Handle, plan: Plan) -> bool:
-    """Whether what is left of a branch does not depend on the image."""
-    return plan.style_of(handle.site.kind) in ("skip", "drop", "constant", "position")
 
 
 def layer_at(model: nn.Module, path: str) -> Layer:

@@ -1,6 +1,6 @@
 """``prune_``: the layers of a plan removed for good, module for module.
 
-No ``forward`` is copied: what is removed is replaced by a module with the same calling habits (``core.gates``).
+No ``forward`` is copied: a removed layer is replaced by a module with the same signature (``core.gates``).
 Nothing is trained, fitted, measured or chosen here.
 """
 
@@ -15,40 +15,32 @@ from hetdpt.adapters.anatomy import Handle
 from hetdpt.adapters.ffn import Ffn
 from hetdpt.adapters.output_attentions import keep_places_
 from hetdpt.core.errors import PlanError
-from hetdpt.core.gates import Pass, Removed, StreamGelu
+from hetdpt.core.gates import Pass, Removed, StreamGelu, Values, fill_layer_, replacement_class
 from hetdpt.core.modules import clone, put_, require_takes
 from hetdpt.core.plan import Fit, Plan, Site
+from hetdpt.core.styles import STYLES, Style, pair_with
 from hetdpt.surgery.merge import merge_ffn_, neutralise_
 from hetdpt.surgery.record import (
     RECORD,
     InputSize,
     Record,
     Removal,
-    begin,
-    goes_whole,
-    is_idle,
     layer_at,
     parts_of,
+    record_for,
     record_of,
     require_record,
 )
-from hetdpt.surgery.replacement import (
-    Values,
-    fill_values,
-    new_replacement,
-    place_of,
-    require_removable,
-    stand_in,
-    why_not_removable,
-)
+from hetdpt.surgery.replacement import new_replacement, place_of, require_removable, why_not_removable
 
 
 def prune_(model: nn.Module, plan: Plan, input_size: InputSize | None = None) -> nn.Module:
-    """Remove the layers of ``plan`` for good. A model already pruned may lose more under a larger plan.
+    """Remove the layers of ``plan`` for good. More layers of a pruned model may be removed by a larger plan.
 
-    Removals that are fitted on images are the business of ``hetdpt.calibrate_``.
+    Styles that are fitted on images need ``hetdpt.calibrate_``.
 
     >>> import timm
+    >>> from hetdpt import sites
     >>> model = timm.create_model("vit_tiny_patch16_224", depth=2, num_classes=10)
     >>> model = prune_(model, Plan(attention=(0,), activation=(1,)))
     >>> [site.path for site in sites(model)]
@@ -56,22 +48,23 @@ def prune_(model: nn.Module, plan: Plan, input_size: InputSize | None = None) ->
     """
     if plan.fitted:
         raise PlanError(
-            f"removal style {plan.fitted[0]!r} is fitted on images, and there are none here; give --data, call "
+            f"removal style {plan.fitted[0]!r} is fitted on images, but none were given; pass --data, call "
             "hetdpt.calibrate_(model, plan, batches), or use removal 'plain'"
         )
     return place_(model, replace(plan, fits=()), input_size)
 
 
 def place_(model: nn.Module, plan: Plan, input_size: InputSize | None = None) -> nn.Module:
-    """Do what ``prune_`` does, under any style: a layer that is to be fitted has its place and shape, not its values.
+    """Remove layers as ``prune_`` does, with any style; a replacement that has to be fitted has no values yet.
 
     Until they are set (``fill_``), a constant is 0, and so is a map in place of attention or of a gated FFN; the map
     in place of an FFN is what ``identity`` would leave.
     """
-    record = begin(model, plan, input_size)
-    going = [h for h in record.survey.handles if plan.removes(h.site) and not record.plan.removes(h.site)]
-    require_removable(going, plan)
-    _require_empty(going, plan, record)
+    record = record_for(model, plan, input_size)
+    removed = record.to_remove(plan)
+    for handle in removed:
+        require_removable(handle, plan.style_of(handle.site.kind))
+    _refuse_folded_into(removed, plan, record)
     whole = replace(
         plan,
         attention=tuple({*plan.attention, *record.plan.attention}),
@@ -79,119 +72,115 @@ def place_(model: nn.Module, plan: Plan, input_size: InputSize | None = None) ->
         anatomy=record.survey.anatomy,
         fits=record.plan.fits or plan.fits,
     )
-    gone = [h for h in record.survey.handles if whole.removes(h.site)]
-    owners = stream_owners(gone) if plan.removal == "authors" else {}
+    both = [handle for handle in record.survey.handles if whole.removes(handle.site)]
+    owners = stream_owners(both) if plan.has_stream_gelu else {}
     if record_of(model) is None:
         keep_places_(model, record.survey)
-    for handle in going:
-        _remove(model, handle, plan)
-    for block in {handle.site.block for handle in going} & owners.keys():
+    for handle in removed:
+        _remove(model, handle, plan.style_of(handle.site.kind))
+    for block in {handle.site.block for handle in removed} & owners.keys():
         model.get_submodule(owners[block]).register_forward_hook(StreamGelu(), prepend=True)
-    single = tuple(h.site.block for h in going if h.ffn and plan.style_of(h.site.kind) == "calibrated")
+    single = tuple(h.site.block for h in removed if h.ffn and plan.style_of(h.site.kind).removes == "ffn")
     vars(model)[RECORD] = replace(record, plan=whole, merged=record.merged + single)
     return model
 
 
 def ready(model: nn.Module, removal: Removal, input_size: InputSize | None = None) -> nn.Module:
-    """Return a copy of ``model`` in eval mode that knows its sites and by what removal it will lose them.
+    """Return a copy of ``model`` in eval mode whose record has its sites and the ``removal`` to use for them.
 
     A model pruned already keeps the removal it was pruned with.
     """
     record = record_of(model)
-    is_pruned = record is not None and len(record.plan) > 0
-    known = Plan(removal=record.plan.removal if record and is_pruned else removal)
-    return place_(clone(model).eval(), known, input_size)
+    plan = Plan(removal=record.plan.removal if record and len(record.plan) else removal)
+    return place_(clone(model).eval(), plan, input_size)
 
 
 def ready_for(images: Tensor, model: nn.Module, removal: Removal) -> nn.Module:
-    """Do what ``ready`` does, for a model that takes ``images`` (B, C, H, W); ``DataError`` where it does not."""
+    """Return what ``ready`` does, for the size of ``images`` (B, C, H, W); ``DataError`` if the model refuses them."""
     require_takes(clone(model).eval(), images)
     channels, height, width = images.shape[1:]
     return ready(model, removal, (channels, height, width))
 
 
 def without(model: nn.Module, site: Site, style: str | None = None) -> nn.Module:
-    """Return a copy of ``model`` (one that is ``ready``) that has lost one site, by its own removal or by ``style``.
+    """Return a copy of ``model`` (one that is ``ready``) with one site removed, by its own removal or by ``style``.
 
-    A replacement that is to be fitted has no values yet.
+    A replacement that has to be fitted has no values yet.
     """
-    record = require_record(model)
-    removal = record.plan.removal
-    if style not in (None, record.plan.style_of(site.kind)):
-        removal = (style or "", "identity") if site.kind == "attention" else ("skip", style or "")
+    plan = require_record(model).plan
+    is_own = style in (None, plan.style_of(site.kind).name)
+    removal = plan.removal if is_own or style is None else pair_with(STYLES[style])
     return place_(clone(model), Plan(**{site.kind: (site.block,)}, removal=removal))  # type: ignore[arg-type]
 
 
-def removable(model: nn.Module, asked: Iterable[Site] | None = None) -> list[Site]:
-    """Return the sites asked for, or all that a model that is ``ready`` can lose; ``PlanError`` if one cannot go."""
+def removable(model: nn.Module, wanted: Iterable[Site] | None = None) -> list[Site]:
+    """Return the ``wanted`` sites, or all that can be removed from a model that is ``ready``, in order of execution.
+
+    ``PlanError`` says which of the wanted sites cannot be removed.
+    """
     record = require_record(model)
-    left = {handle.site: handle for handle in record.survey.handles if not record.plan.removes(handle.site)}
-    if asked is None:
-        return [site for site, handle in left.items() if why_not_removable(handle, record.plan) is None]
-    asked = list(asked)
-    for site in asked:
+    left = {handle.site: (handle, record.plan.style_of(handle.site.kind)) for handle in record.left}
+    if wanted is None:
+        return [site for site in left if why_not_removable(*left[site]) is None]
+    wanted = list(wanted)
+    for site in wanted:
         if site not in left:
             raise PlanError(
-                f"{site.kind} {site.block} at {site.path} is no site of this model, or is removed already; "
-                "hetdpt.sites(model) lists what is left"
+                f"{site.kind} {site.block} at {site.path} is not a site of this model, or was removed already; "
+                "hetdpt.sites(model) lists those that are left"
             )
-        if why := why_not_removable(left[site], record.plan):
-            raise PlanError(why)
-    return [site for site in left if site in asked]
+        require_removable(*left[site])
+    return [site for site in left if site in wanted]
 
 
 def fill_(model: nn.Module, site: Site, values: Values, fit: Fit) -> nn.Module:
-    """Set the values of a replacement that ``place_`` made: a constant, or a matrix and a bias."""
+    """Set the values of a replacement that ``place_`` made."""
     record = require_record(model)
-    handle = next(handle for handle in record.survey.handles if handle.site == site)
+    handle = record.handle_of(site)
     if handle.ffn:
-        fill_values(model.get_submodule(handle.ffn.first), values)
+        fill_layer_(layer_at(model, handle.ffn.first), values)
     else:
-        fill_values(model.get_submodule(parts_of(handle).core), values, parts_of(handle).core_layout.axis)
+        replacement = model.get_submodule(parts_of(handle).core)
+        assert isinstance(replacement, Removed)
+        replacement.fill_(values, parts_of(handle).core_layout.axis)
     vars(model)[RECORD] = replace(record, plan=replace(record.plan, fits=(*record.plan.fits, fit)))
     return model
 
 
-def _require_empty(handles: list[Handle], plan: Plan, record: Record) -> None:
-    """Refuse to drop an FFN whose bias has taken in what replaced an attention."""
+def _refuse_folded_into(handles: list[Handle], plan: Plan, record: Record) -> None:
+    """Refuse to remove an FFN into whose bias the replacement of an attention was folded."""
     full = {h.bias: h.site.block for h in record.survey.handles if h.site.block in record.folded_constants and h.bias}
     for handle in handles:
-        name = f"{handle.ffn.second}.bias" if handle.ffn and goes_whole(handle, plan) else None
+        is_whole = plan.style_of(handle.site.kind).removes == "branch"
+        name = f"{handle.ffn.second}.bias" if handle.ffn and is_whole else None
         if name in full:
             raise PlanError(
-                f"the FFN of block {handle.site.block} cannot go: merging has put into its bias what replaced "
-                f"attention {full[name]}; remove both before merging"
+                f"the FFN of block {handle.site.block} cannot be removed: merging has folded the replacement of "
+                f"attention {full[name]} into its bias; remove both before merging"
             )
 
 
-def _remove(model: nn.Module, handle: Handle, plan: Plan) -> None:
-    is_fitted = plan.is_fitted(handle.site.kind)
-    if is_fitted and handle.ffn:
+def _remove(model: nn.Module, handle: Handle, style: Style) -> None:
+    """Replace a layer and remove what its replacement makes superfluous in the branch."""
+    if style.removes == "ffn" and handle.ffn:
         return _put_single(model, handle.ffn)
-    is_at_end = (
-        not is_fitted or place_of(model, handle, plan.style_of(handle.site.kind)).target == parts_of(handle).gate
-    )
-    put_(model, *(_fitted(model, handle, plan) if is_fitted else stand_in(handle, plan)))
-    if is_idle(handle, plan):
-        for path in parts_of(handle).entry:
-            put_(model, path, Pass())
-    if (is_fitted or goes_whole(handle, plan)) and is_at_end:
-        for path in parts_of(handle).exits:
-            put_(model, path, Pass())
-        kept = () if is_idle(handle, plan) else parts_of(handle).early  # a map was fitted to what they give
-        for name in (name for name in parts_of(handle).parameters if name not in kept):
+    if style.removes == "layer":
+        path = handle.site.path if handle.site.kind == "activation" else parts_of(handle).core
+        return put_(model, path, new_replacement(model, handle, style, path))
+    parts, uses_input = parts_of(handle), replacement_class(style).uses_input
+    is_at_end = not style.fit or place_of(model, handle, style).target == parts.gate
+    put_(model, parts.core, new_replacement(model, handle, style, parts.core))
+    for path in (*(() if uses_input else parts.entry), *(parts.exits if is_at_end else ())):
+        put_(model, path, Pass())
+    if is_at_end:
+        kept = parts.early if uses_input else ()  # a map was fitted to inputs that they have scaled
+        for name in (name for name in parts.parameters if name not in kept):
             neutralise_(model, name)
-
-
-def _fitted(model: nn.Module, handle: Handle, plan: Plan) -> tuple[str, Removed]:
-    """Return which module goes and the replacement that is to be fitted, with zeros for now."""
-    style, parts = plan.style_of(handle.site.kind), parts_of(handle)
-    like = next(model.get_submodule(parts.core).parameters())
-    return parts.core, new_replacement(style, parts.core_layout, like, parts.extras)
+    return None
 
 
 def _put_single(model: nn.Module, ffn: Ffn) -> None:
-    """Put one layer in place of an FFN; as in merging, but with a bias in any case."""
+    """Replace an FFN by a single layer, as merging does, but always with a bias."""
     merge_ffn_(model, ffn)
     layer = layer_at(model, ffn.first)
     if layer.bias is None:
@@ -199,7 +188,7 @@ def _put_single(model: nn.Module, ffn: Ffn) -> None:
 
 
 def stream_owners(handles: list[Handle]) -> dict[int, str]:
-    """Return the module of each block of which ``handles`` name both layers."""
+    """Return the module of each block both of whose layers are among ``handles``."""
     kinds: dict[int, list[Handle]] = {}
     for handle in handles:
         kinds.setdefault(handle.site.block, []).append(handle)

@@ -13,22 +13,23 @@ from hetdpt.adapters.preprocessing import PREPROCESSING
 from hetdpt.adapters.trace import dry_run, trace
 from hetdpt.core.errors import ModelError, first_line
 from hetdpt.core.modules import clone
+from hetdpt.core.styles import STYLES
 from hetdpt.surgery.record import RECORD, InputSize, Record, record_of, refuse_gated
 
 
 def resize_(model: nn.Module, size: int | tuple[int, int]) -> nn.Module:
-    """Make ``model``, pruned or not, take images of ``size``, a side or height and width, for good.
+    """Make ``model``, pruned or not, take images of ``size``, a side or (height, width), for good.
 
-    ``ModelError`` says why it cannot, and nothing has changed. What is known of a pruned model is of the new size then.
+    ``ModelError`` says why it cannot, and nothing has changed. The record of a pruned model is updated to the new size.
 
-    >>> import timm
-    >>> model = prune_(timm.create_model("vit_tiny_patch16_224", depth=2), Plan(attention=(0,)))
+    >>> import hetdpt, timm
+    >>> model = hetdpt.prune_(timm.create_model("vit_tiny_patch16_224", depth=2), hetdpt.Plan(attention=(0,)))
     >>> resize_(model, (96, 160))(torch.zeros(1, 3, 96, 160)).shape
     torch.Size([1, 1000])
     """
     sides = (size, size) if isinstance(size, int) else tuple(size) if isinstance(size, tuple | list) else ()
     if len(sides) != 2 or not all(isinstance(side, int) and side > 0 for side in sides):
-        raise ModelError(f"a size of images is a side in pixels or a pair (height, width), not {size!r}")
+        raise ModelError(f"an image size is a side in pixels or a pair (height, width), not {size!r}")
     height, width = sides
     channels, *before = input_size_of(model)
     if before == [height, width]:
@@ -47,17 +48,19 @@ def resize_(model: nn.Module, size: int | tuple[int, int]) -> nn.Module:
 
 
 def _require_any_size(model: nn.Module, record: Record | None) -> None:
-    """Refuse what was done to a model and is tied to the number of its tokens."""
+    """Refuse models with changes that depend on the number of tokens."""
     refuse_gated(model)
     if record and record.tokens is not None:
         raise ModelError(
-            "this model reduces its tokens, so many of those it has; call restore_tokens_(model), change the size of "
-            "its images, then reduce them again"
+            "this model reduces its tokens, which depends on how many it has; call restore_tokens_(model), change the "
+            "image size, then reduce them again"
         )
-    if record and record.plan.attention and record.plan.style_of("attention") == "position":
+    fixed = [style for style in record.plan.fitted if STYLES[style].is_per_position] if record else []
+    if fixed:
         raise ModelError(
-            "attention of this model was replaced by values for each place in the image (removal style 'position'), "
-            "so that the size of its images cannot change; calibrate it at the new size, or use style 'constant'"
+            f"layers of this model were replaced by values for each position in the image (removal style "
+            f"{fixed[0]!r}), so the image size cannot change; calibrate the model at the new size, or use style "
+            "'constant'"
         )
 
 
@@ -67,13 +70,13 @@ def _require_takes(model: nn.Module, size: InputSize) -> None:
     except ModelError as error:
         why = first_line(error.__cause__ or error).rstrip(".")
         raise ModelError(
-            f"{type(model).__name__} cannot be given images of {size[1]} x {size[2]}: {why}; give it the size when it "
-            "is built (img_size, image_size)"
+            f"{type(model).__name__} does not take images of {size[1]} x {size[2]}: {why}; set the size when it is "
+            "built (img_size, image_size)"
         ) from None
 
 
 def resurvey(model: nn.Module, found: Survey, size: InputSize) -> Survey:
-    """Return ``found`` with values lying as they do in ``model``, which may have lost layers, on images of ``size``."""
+    """Return ``found`` with the shapes that ``model``, which may be pruned, has on images of ``size``."""
     calls = trace(model, size).calls
     shapes = {call.path: call.output.shape[1:] for call in calls if call.output}
 

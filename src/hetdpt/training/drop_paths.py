@@ -1,4 +1,4 @@
-"""Drop path (stochastic depth) for any model, pruned or not, for as long as it trains."""
+"""Drop path (stochastic depth) for any model, pruned or not, while it trains."""
 
 from __future__ import annotations
 
@@ -11,19 +11,20 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.hooks import RemovableHandle
 
-from hetdpt.adapters.anatomy import Survey
-from hetdpt.core.gates import per_image
-from hetdpt.surgery.record import is_idle, parts_of, record_of, survey_of
+from hetdpt.adapters.anatomy import Handle, Survey
+from hetdpt.core.gates import per_image, replacement_class
+from hetdpt.core.plan import Plan
+from hetdpt.surgery.record import parts_of, record_of, survey_of
 
 
 @contextmanager
 def drop_paths(model: nn.Module, rate: float, found: Survey | None = None) -> Iterator[None]:
-    """Leave out branches at random while ``model`` trains: one of image and block with probability rate * l / (L - 1).
+    """Skip branches at random while ``model`` trains: that of block l for an image with probability rate * l / (L - 1).
 
-    Where a model was built with drop path, its own modules do it. ``found`` is where its layers are, if that is known.
+    A model that was built with drop path uses its own modules. ``found`` is the survey of the model, if known.
     """
     record, found = record_of(model), found or survey_of(model)
-    gone = [h for h in found.handles if record and record.plan.removes(h.site) and is_idle(h, record.plan)]
+    constant = [h for h in found.handles if record and record.plan.removes(h.site) and _is_constant(h, record.plan)]
     chances = {block: rate * block / max(found.anatomy.blocks - 1, 1) for block in range(found.anatomy.blocks)}
     owners = {handle.owner: chances[handle.site.block] for handle in found.handles}
     inside = [(module, chance) for path, chance in owners.items() for module in model.get_submodule(path).modules()]
@@ -33,7 +34,7 @@ def drop_paths(model: nn.Module, rate: float, found: Survey | None = None) -> It
     hooks: list[RemovableHandle] = []
     if rate and not own:
         hooks.append(model.register_forward_pre_hook(drop.begin, with_kwargs=True))
-        for handle in (h for h in found.handles if h.parts and h not in gone):
+        for handle in (h for h in found.handles if h.parts and h not in constant):
             end = model.get_submodule(parts_of(handle).gate)
             hooks.append(end.register_forward_hook(partial(drop, chances[handle.site.block], handle.images_at)))
     try:
@@ -45,6 +46,11 @@ def drop_paths(model: nn.Module, rate: float, found: Survey | None = None) -> It
             hook.remove()
         for (module, _), chance in zip(own, before, strict=True):
             vars(module)["drop_prob"] = chance
+
+
+def _is_constant(handle: Handle, plan: Plan) -> bool:
+    """Whether what is left of a branch does not depend on the image."""
+    return not replacement_class(plan.style_of(handle.site.kind)).uses_input
 
 
 class _DropPath:

@@ -17,7 +17,7 @@ from torch import nn
 from hetdpt.adapters.anatomy import Parts
 from hetdpt.adapters.trace import dry_run
 from hetdpt.core.errors import HetDPTError, ModelError, first_line
-from hetdpt.core.gates import Constant, Pass, Zero
+from hetdpt.core.gates import ConstantPerPosition, Pass, Zero
 from hetdpt.core.modules import clone
 from hetdpt.core.plan import KINDS, Plan
 from hetdpt.core.tokens import Tokens
@@ -189,8 +189,8 @@ def _require_fit(model: nn.Module, record: Record) -> None:
         raise ModelError("this model has gates on its layers; call restore_(model) before reducing its tokens")
     if record.tokens is not None:
         raise ModelError("this model reduces its tokens already; call restore_tokens_(model) first")
-    if any(isinstance(module, Constant) and sum(side > 1 for side in module.shape) > 1 for module in model.modules()):
+    if any(isinstance(module, ConstantPerPosition) for module in model.modules()):
         raise ModelError(
-            "a layer of this model was replaced by values for each place in the image (removal style 'position'), and "
-            "tokens that merge have no place; use removal style 'constant'"
+            "a layer of this model was replaced by values for each position in the image (removal style 'position'), "
+            "which merged tokens do not have; use removal style 'constant'"
         )

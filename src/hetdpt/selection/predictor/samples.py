@@ -41,7 +41,7 @@ class CollectConfig:
     8/12, 8/12 and 3/12 of the blocks, as in the larger table of the paper, and of the last as many as reach the number
     of layers that are to go, where that is known."""
     removal: Removal = "calibrated"
-    """What removed layers leave behind: a name from ``plan.REMOVALS`` or (attention style, activation style)."""
+    """What removed layers leave behind: a name from ``styles.PRESETS`` or (attention style, activation style)."""
     images: int = 256
     """Training images on which replacements are fitted and transfer entropy is measured."""
     fine_tunes: bool = True

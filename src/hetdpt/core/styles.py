@@ -1,0 +1,179 @@
+"""What "removed" means: one row per removal style, and the presets, which are pairs of them. No torch here.
+
+Surgery, calibration, ``scan``, error messages, docs/oneshot.md and the contract tests follow this table. A new style is
+a row here and, unless a module of ``core.gates`` computes it already, a module there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from hetdpt.core.plan import Kind
+
+
+@dataclass(frozen=True, kw_only=True)
+class Style:
+    """One way to remove a layer.
+
+    D is the width of the residual stream, N the number of tokens, z = norm(x) what the branch is given.
+    """
+
+    name: str
+    kind: Kind
+    computes: str
+    """What the model computes in place of ``x + A(z)`` or ``x + fc2(G(fc1(z)))``."""
+    module: str
+    """The class of ``core.gates`` that replaces the layer."""
+    removes: Literal["layer", "branch", "ffn"]
+    """The attention or activation alone; its whole residual branch; or an FFN, which becomes a single linear layer."""
+    fit: str | None = None
+    """How its values are fitted on images; None if there is nothing to fit."""
+    parameters: str
+    """How many parameters are left in the branch of a ViT, after merging."""
+    macs: str
+    """How many multiply-accumulates per token are left in the branch."""
+    merge: Literal["bias", "pair"] | None = None
+    """What ``merge_`` folds: the constant into the bias before it, or the two linear layers of the FFN into one."""
+    costs_like: str | None = None
+    """A style with the same costs, so that ``scan`` measures only one of the two."""
+    is_per_position: bool = False
+    """Whether it has values for each token. The images then have to come before the tokens, and their size is fixed."""
+    allows_gated: bool = True
+    """Whether it removes the activation of a gated FFN (SwiGLU) too."""
+    is_last_resort: bool = False
+    """Whether ``scan`` shows it only for layers that not every style can remove."""
+
+
+STYLES: dict[str, Style] = {
+    style.name: style
+    for style in (
+        Style(
+            name="skip",
+            kind="attention",
+            computes="x",
+            module="Zero",
+            removes="branch",
+            parameters="0",
+            macs="0",
+        ),
+        Style(
+            name="norm",
+            kind="attention",
+            computes="x + z",
+            module="Pass",
+            removes="layer",
+            parameters="2 D",
+            macs="0",
+        ),
+        Style(
+            name="constant",
+            kind="attention",
+            computes="x + c",
+            module="Constant",
+            removes="branch",
+            fit="mean",
+            parameters="D",
+            macs="0",
+            merge="bias",
+            costs_like="skip",
+        ),
+        Style(
+            name="position",
+            kind="attention",
+            computes="x + c, another c for each token",
+            module="ConstantPerPosition",
+            removes="branch",
+            fit="mean per position",
+            parameters="N D",
+            macs="0",
+            merge="bias",
+            costs_like="skip",
+            is_per_position=True,
+        ),
+        Style(
+            name="linear",
+            kind="attention",
+            computes="x + W z + b",
+            module="Mapped",
+            removes="branch",
+            fit="least squares",
+            parameters="D² + 3 D",
+            macs="D²",
+        ),
+        Style(
+            name="identity",
+            kind="activation",
+            computes="x + fc2(fc1(z))",
+            module="Pass",
+            removes="layer",
+            parameters="D² + 3 D",
+            macs="D²",
+            merge="pair",
+            allows_gated=False,
+        ),
+        Style(
+            name="calibrated",
+            kind="activation",
+            computes="x + W z + b",
+            module="Mapped",
+            removes="ffn",
+            fit="least squares",
+            parameters="D² + 3 D",
+            macs="D²",
+            merge="pair",
+        ),
+        Style(
+            name="drop",
+            kind="activation",
+            computes="x",
+            module="Zero",
+            removes="branch",
+            parameters="0",
+            macs="0",
+            is_last_resort=True,
+        ),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A pair of styles that has a name."""
+
+    attention: str
+    activation: str
+    has_stream_gelu: bool = False
+    """Whether a GELU follows every block that has lost both layers, as in the release of the paper."""
+
+    @property
+    def styles(self) -> tuple[str, str]:
+        return self.attention, self.activation
+
+
+PRESETS: dict[str, Preset] = {
+    "plain": Preset("skip", "identity"),
+    "norm": Preset("norm", "identity"),
+    "authors": Preset("norm", "identity", has_stream_gelu=True),
+    "calibrated": Preset("constant", "calibrated"),
+}
+
+
+def styles_for(kind: Kind) -> tuple[str, ...]:
+    """Return the names of the styles that remove layers of ``kind``.
+
+    >>> styles_for("activation")
+    ('identity', 'calibrated', 'drop')
+    """
+    return tuple(style.name for style in STYLES.values() if style.kind == kind)
+
+
+def pair_with(style: Style) -> tuple[str, str]:
+    """Return a removal that has ``style`` for its kind and the plain style for the other.
+
+    >>> pair_with(STYLES["linear"]), pair_with(STYLES["drop"])
+    (('linear', 'identity'), ('skip', 'drop'))
+    """
+    plain = PRESETS["plain"]
+    return (style.name, plain.activation) if style.kind == "attention" else (plain.attention, style.name)
