@@ -302,7 +302,7 @@ def test_a_removal_that_breaks_the_answers_is_the_last_to_choose(model: nn.Modul
     [
         ([], "transfer entropy needs images, but the batches are empty"),
         ([torch.randn(0, 3, 32, 32)], "needs images, but the batches are empty"),
-        ([torch.randn(1, 3, 32, 32)], "a spread over images, but there is one image only; give two or more"),
+        ([torch.randn(1, 3, 32, 32)], "a spread over images, but there is only one image; give two or more"),
         ([torch.ones(3, 3, 32, 32)], "answers the same to all 3 images; give images that differ"),
         (torch.randn(2, 3, 32, 32), r"images \(B, C, H, W\), but one is float32 of shape \(3, 32, 32\); give images"),
         ([(torch.randn(2, 3, 32, 32), 1)], r"images \(B, C, H, W\), but one is a tuple; give images alone"),

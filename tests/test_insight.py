@@ -357,7 +357,7 @@ def test_an_iterator_will_do_if_there_are_other_images_to_judge_on(model: nn.Mod
         ([torch.zeros(2, 3, 32, 32)], [], "^a scan needs images, but the batches are empty"),
         ([torch.randn(2, 3, 32, 32)], [torch.zeros(2, 3, 24, 24)], "^images to judge on are 3 x 24 x 24 but those to "),
         ([torch.randn(2, 3, 24, 24)], None, "^VisionTransformer does not take images of 3 x 24 x 24: "),
-        ([torch.randn(1, 3, 32, 32)], None, "there is one image only; give two or more$"),
+        ([torch.randn(1, 3, 32, 32)], None, "there is only one image; give two or more$"),
         ([torch.ones(3, 3, 32, 32)], None, "^the model answers the same to all 3 images; give images that differ$"),
     ],
 )
@@ -374,5 +374,5 @@ def test_a_model_on_meta_is_refused() -> None:
 
 def test_weights_that_are_not_finite_are_refused(model: nn.Module, vit: Family) -> None:
     nn.init.constant_(linear_at(model, "blocks.0.attn.proj").weight, float("nan"))
-    with pytest.raises(ModelError, match="^blocks.0.attn gives values that are not finite; check the weights, or use"):
+    with pytest.raises(ModelError, match="^blocks.0.attn returns values that are not finite; check the weights, or use"):
         untimed(model, batches_of(vit))
