@@ -23,7 +23,7 @@ from hetdpt.surgery.record import record_of
 SAME = 1e-9  # relative; the same operations run, so only the order of the float64 sums may differ
 
 
-def known(model: nn.Module, family: Family) -> nn.Module:
+def ready_copy(model: nn.Module, family: Family) -> nn.Module:
     """Return a copy that knows its sites, so that they are looked for once."""
     return hetdpt.prune_(clone(model), Plan(removal=family.removal), family.size)
 
@@ -55,7 +55,7 @@ def batches_of(family: Family) -> list[Tensor]:
 
 @pytest.mark.parametrize("family", sparing(FAMILIES, KINDS))
 def test_the_scan_is_equal_to_full_passes_and_recalls_in_every_family(family: Family) -> None:
-    model, batches = known(family.build(), family), batches_of(family)
+    model, batches = ready_copy(family.build(), family), batches_of(family)
     offered = hetdpt.sites(model)
     some = offered[:: -(-len(offered) // 4)] + offered[-1:]
     found = transfer_entropy(model, batches, sites=some, removal=family.removal, signed=True)
@@ -67,7 +67,7 @@ def test_the_scan_is_equal_to_full_passes_and_recalls_in_every_family(family: Fa
 
 
 def test_the_answers_of_a_scan_are_bit_equal_to_those_of_the_pruned_models(model: nn.Module, vit: Family) -> None:
-    base, images = known(model, vit), vit.images(4)
+    base, images = ready_copy(model, vit), vit.images(4)
     scan = scan_of(base, hetdpt.sites(base), vit.images(2))
     for site, answer in scan.answers(images):
         with torch.no_grad():
@@ -197,7 +197,7 @@ def test_the_model_stays_as_it_was(model: nn.Module, vit: Family) -> None:
 
 @pytest.mark.parametrize("memory", [0, 100_000, 200_000])
 def test_values_do_not_depend_on_memory_and_what_is_kept_fits_in_it(model: nn.Module, vit: Family, memory: int) -> None:
-    base, images = known(model, vit), vit.images(4)
+    base, images = ready_copy(model, vit), vit.images(4)
     assert transfer_entropy(model, [images], memory=memory) == transfer_entropy(model, [images])
     scan = scan_of(base, hetdpt.sites(base), images, memory)
     next(answers := scan.answers(images))
@@ -209,7 +209,7 @@ def test_values_do_not_depend_on_memory_and_what_is_kept_fits_in_it(model: nn.Mo
 
 
 def test_a_block_before_the_removed_one_does_not_run(model: nn.Module, vit: Family) -> None:
-    base, images = known(model, vit), vit.images(2)
+    base, images = ready_copy(model, vit), vit.images(2)
     last = hetdpt.sites(base)[-1]
     scan = scan_of(base, [last], images)
     ran = [path for path, module in scan.variants[last].named_modules() if isinstance(module, nn.Linear)]
@@ -248,7 +248,7 @@ class InPlace(nn.Module):
 
 @pytest.mark.parametrize(("wrapper", "is_recalled"), [(Rumour, False), (InPlace, True)])
 def test_values_that_flow_around_the_blocks_are_not_lost(wrapper: Any, is_recalled: bool, vit: Family) -> None:
-    model = known(wrapper(vit.build()).eval(), vit)
+    model = ready_copy(wrapper(vit.build()).eval(), vit)
     sites, batches = hetdpt.sites(model), list(vit.images(6).split(3))
     found = transfer_entropy(model, batches, signed=True)
     dense = naive_entropy(model, batches)

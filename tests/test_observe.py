@@ -322,7 +322,7 @@ def test_the_table_says_what_was_measured(whole: Path) -> None:
         assert disparity is not None
         layer = next(layer for layer in disparity.layers if layer.site.path == row["path"])
         assert (float(row["gradient"]), float(row["mean_gradient"])) == (layer.magnitude, layer.mean)
-        assert row["style"] == Plan(removal=row["removal"]).style_of(layer.site.kind)
+        assert row["style"] == Plan(removal=row["removal"]).style_of(layer.site.kind).name
         ends = [row[name] for name in ("dense", "removed", "recovered", "epochs")]
         if layer.site.block == 0:  # not asked for
             assert ends == [""] * 4

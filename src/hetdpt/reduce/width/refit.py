@@ -60,7 +60,7 @@ def watching(model: nn.Module, paths: Iterable[str], inputs: Inputs) -> Iterator
 def _take_in(path: str, inputs: Inputs, _: nn.Module, args: Any, output: Tensor) -> None:
     x, y = args[0].detach(), output.detach()
     if not y.isfinite().all():
-        raise ModelError(f"{path} gives values that are not finite; check the weights, or use float32")
+        raise ModelError(f"{path} returns values that are not finite; check the weights, or use float32")
     inputs.setdefault(path, Given(x.shape[-1])).add(x, y)
 
 
