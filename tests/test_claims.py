@@ -261,7 +261,7 @@ def test_steps_are_strangers(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["", "a.b", "a/b", "a b", "a_b", "*"])
 def test_other_names_are_our_mistake(tmp_path: Path, name: str) -> None:
-    with pytest.raises(AssertionError, match="is no name of a step"):
+    with pytest.raises(AssertionError, match="is not a name of a task"):
         Claim.take(tmp_path, name)
 
 
@@ -270,7 +270,7 @@ def test_a_place_that_is_no_directory_is_told_in_a_sentence(tmp_path: Path) -> N
     with pytest.raises(FileError) as error:
         Claim.take(tmp_path / "file" / "claims", "ag")
     place = tmp_path / "file" / "claims"
-    assert str(error.value) == f"{place} cannot be shared with other processes: Not a directory; give another place"
+    assert str(error.value) == f"{place} cannot be shared with other processes: Not a directory; give another path"
 
 
 def test_a_claim_that_cannot_be_signed_blocks_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -342,7 +342,7 @@ def test_a_claim_not_yet_written_is_held_until_it_is_old(tmp_path: Path, content
     file = tmp_path / "ag.00000003.claim"
     file.write_text(content, encoding="latin-1")
     assert Claim.take(tmp_path, "ag") is None
-    assert holder(tmp_path, "ag") == "a process that is just beginning"
+    assert holder(tmp_path, "ag") == "a process that is just starting"
     make_older(file, PATIENCE + 1)
     with taken(tmp_path) as claim:
         assert claim.generation == 4
@@ -369,7 +369,7 @@ def test_the_beat_keeps_a_claim_and_one_that_was_stopped_finds_it_lost(tmp_path:
     owner.send_signal(signal.SIGCONT)
     assert answer(owner, "held?") == "False"
     assert answer(owner, "require") == (
-        f"another process took over ag in {tmp_path}, because this one had not been heard of for 1.2 seconds; "
+        f"another process took over ag in {tmp_path}, because this one did not respond for 1.2 seconds; "
         "this one stops, and nothing is lost"
     )
     time.sleep(2 * patience / claims.BEATS)  # it beats again, on what is no claim any more

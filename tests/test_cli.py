@@ -290,7 +290,7 @@ def test_export_writes_onnx_once(run: Run, saved: Path, tmp_path: Path) -> None:
     torch.testing.assert_close(torch.from_numpy(got), expected, rtol=tolerance, atol=tolerance)
     assert float(said[1]) < tolerance
     again = run("export", saved, "--out", target)
-    again.is_refused(f"{target} exists already; give another place, or overwrite it on purpose")
+    again.is_refused(f"{target} exists already; give another path, or allow overwriting")
 
 
 @pytest.mark.slow
@@ -556,7 +556,7 @@ def test_code_in_a_checkpoint_is_not_run(run: Run, tmp_path: Path, protocol: int
 
 
 def test_an_output_directory_that_exists(run: Run, plan: Path, tmp_path: Path) -> None:
-    text = f"{tmp_path} exists already; give another place, or overwrite it on purpose"
+    text = f"{tmp_path} exists already; give another path, or allow overwriting"
     run("apply", "no_such_model", "--plan", plan, "--out", tmp_path).is_refused(text)  # before any work
     assert [path.name for path in tmp_path.iterdir()] == ["plan.json"]
 
@@ -564,7 +564,7 @@ def test_an_output_directory_that_exists(run: Run, plan: Path, tmp_path: Path) -
 def test_an_output_place_below_a_file(run: Run, plan: Path, saved: Path) -> None:
     for command in (["apply", VIT, "--plan", plan, "--out", plan / "out"], ["export", saved, "--out", plan / "out"]):
         run(*command).is_refused(
-            f"{plan / 'out'} cannot be written, because {plan} is a file and no directory; give another place"
+            f"{plan / 'out'} cannot be written, because {plan} is a file, not a directory; give another path"
         )
 
 

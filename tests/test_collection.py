@@ -35,7 +35,7 @@ from hetdpt.flow.recipes import quick
 from hetdpt.measurement.agreement import relative_difference
 from hetdpt.results import Prices
 from hetdpt.selection.predictor.samples import CollectConfig, SampleStep, fine_tune, prune_next
-from hetdpt.store.atomic import kept_json
+from hetdpt.store.atomic import find_sealed_json
 from hetdpt.store.run_directory import share
 from hetdpt.surgery.record import require_record
 from hetdpt.training.recover import RecoverConfig
@@ -90,7 +90,7 @@ def environment() -> dict[str, str]:
 def samples(directory: Path) -> dict[str, dict[str, Any]]:
     """Return what is in samples/, without times."""
     files = sorted((directory / "samples").glob("*.json"))
-    return {file.stem: {**(kept_json(file, "") or {}), "seconds": 0} for file in files}
+    return {file.stem: {**(find_sealed_json(file, "") or {}), "seconds": 0} for file in files}
 
 
 def table(directory: Path) -> list[dict[str, str]]:
@@ -328,7 +328,7 @@ def test_many_begin_a_shared_directory_at_once(tmp_path: Path) -> None:
         assert process.communicate(timeout=60)[1] == ""
         assert process.returncode == 0
     assert [file.name for file in (tmp_path / "run").iterdir()] == ["run.json"]
-    with pytest.raises(FileError, match="was begun with a = 1, not 2"):
+    with pytest.raises(FileError, match="was started with a = 1, not 2"):
         share(tmp_path / "run", {"a": 2})
 
 
@@ -397,18 +397,18 @@ def test_a_recheck_needs_the_model(run: Run, whole: Path) -> None:
 
 def test_something_else_is_not_mixed_in(whole: Path, home: Path, dense: nn.Module, tmp_path: Path) -> None:
     before = samples(whole)
-    with pytest.raises(FileError, match="was begun with config.images = 24, not 25"):
+    with pytest.raises(FileError, match="was started with config.images = 24, not 25"):
         list(collect_into(whole, dense, "demo", config(images=25)))
-    with pytest.raises(FileError, match="was begun with config.recovery.training.lr = 0.0005, not 0.001"):
+    with pytest.raises(FileError, match="was started with config.recovery.training.lr = 0.0005, not 0.001"):
         list(collect_into(whole, dense, "demo", config(recovery=brief(**{"training.lr": 1e-3}))))
-    with pytest.raises(FileError, match="was begun with batch = 1, not 3"):
+    with pytest.raises(FileError, match="was started with batch = 1, not 3"):
         list(collect_into(whole, dense, "demo", config(), Execution(batch=3)))
     with torch.no_grad():
         dense.head.bias += 1
-    with pytest.raises(FileError, match="was begun with model ="):
+    with pytest.raises(FileError, match="was started with model ="):
         list(collect_into(whole, dense, "demo", config(), Execution(batch=1)))
     (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(FileError, match="holds other things than a run"):
+    with pytest.raises(FileError, match="is not empty and is not a hetdpt run directory"):
         list(collect_into(tmp_path, hetdpt.load(home / "dense"), "demo", config()))
     assert samples(whole) == before
 

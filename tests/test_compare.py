@@ -335,13 +335,13 @@ def test_a_damaged_result_is_named(
 def test_another_question_is_refused(home: Path, whole: MethodComparison, dense: nn.Module, data: Data) -> None:
     out = home / "whole"
     other = replace(config().selection, images=25)
-    with pytest.raises(FileError, match="was begun with config.selection.images = 24, not 25; give the same again"):
+    with pytest.raises(FileError, match="was started with config.selection.images = 24, not 25; give the same to"):
         list(compare(out, dense, data, selection=other))
-    with pytest.raises(FileError, match="was begun with config.recovery.training.epochs = 1, not 2"):
+    with pytest.raises(FileError, match="was started with config.recovery.training.epochs = 1, not 2"):
         list(compare(out, dense, data, recovery=config().recovery.with_settings({"training.epochs": 2})))
-    with pytest.raises(FileError, match="was begun with batch = 1, not 3"):
+    with pytest.raises(FileError, match="was started with batch = 1, not 3"):
         list(compare_into(out, dense, data, config(), Execution(batch=3), samples=SAMPLES))
-    with pytest.raises(FileError, match="was begun with samples ="):
+    with pytest.raises(FileError, match="was started with samples ="):
         list(compare_into(out, dense, data, config(), samples=SAMPLES[1:]))
     assert read_comparison(out) == whole
 

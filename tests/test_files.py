@@ -74,7 +74,7 @@ def test_a_directory_that_is_not_ours_is_not_overwritten(tmp_path: Path) -> None
     target = tmp_path / "photos"
     target.mkdir()
     (target / "cat.jpg").write_text("irreplaceable")
-    with refused(f"{target} is not overwritten, because it holds no a and so is not ours; remove it yourself"):
+    with refused(f"{target} is not overwritten, because it has no a and so was not made by hetdpt; remove it yourself"):
         write(target, overwrite=True)
     assert (target / "cat.jpg").read_text() == "irreplaceable"
 
@@ -103,7 +103,7 @@ def test_where_the_new_one_cannot_be_put_the_old_one_comes_back(
 def test_an_existing_directory_is_refused_and_left_alone(tmp_path: Path) -> None:
     target = tmp_path / "old"
     write(target, text="old")
-    with refused(f"{target} exists already; give another place, or overwrite it on purpose"):
+    with refused(f"{target} exists already; give another path, or allow overwriting"):
         write(target)
     assert names(tmp_path) == ["old"]
     assert (target / "a").read_text() == "old"
@@ -111,7 +111,7 @@ def test_an_existing_directory_is_refused_and_left_alone(tmp_path: Path) -> None
 
 def test_an_existing_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
-    with refused(f"{tmp_path / 'file'} exists already; give another place, or overwrite it on purpose"):
+    with refused(f"{tmp_path / 'file'} exists already; give another path, or allow overwriting"):
         write(tmp_path / "file")
     assert (tmp_path / "file").read_text() == "mine"
 
@@ -137,7 +137,7 @@ def test_a_place_below_a_file_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("mine")
     for target in (file / "new", file / "deep" / "new"):
-        text = f"{target} cannot be written, because {file} is a file and no directory; give another place"
+        text = f"{target} cannot be written, because {file} is a file, not a directory; give another path"
         with refused(text):
             write(target)
         with refused(text):
@@ -146,7 +146,7 @@ def test_a_place_below_a_file_is_refused(tmp_path: Path) -> None:
 
 def test_a_place_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
-    with refused(f"{tmp_path / 'link' / 'new'} cannot be written: File exists; give another place"):
+    with refused(f"{tmp_path / 'link' / 'new'} cannot be written: File exists; give another path"):
         write(tmp_path / "link" / "new")
 
 

@@ -137,7 +137,7 @@ def test_what_a_file_system_refuses_is_a_sentence() -> None:
         "No space left on device; free some space and give the same command again"
     )
     assert reason(OSError(30, "Read-only file system", "/a")) == (
-        "/a: Read-only file system; make it writable, or give another place"
+        "/a: Read-only file system; make it writable, or give another path"
     )
     assert reason(OSError(71, "Protocol error", "/a")) == (
         "/a: Protocol error; look at it, then give the same command again"

@@ -130,7 +130,7 @@ def test_what_was_begun_goes_on_where_the_data_lies_now(name: str, dense: Path, 
     shutil.move(data, tmp_path / "moved")
     begin(JOBS[name], out, hetdpt.load(dense), str(tmp_path / "moved"))
     rename_images(tmp_path / "moved")
-    with pytest.raises(FileError, match=r"was begun with data\.\S+ = "):
+    with pytest.raises(FileError, match=r"was started with data\.\S+ = "):
         begin(JOBS[name], out, hetdpt.load(dense), str(tmp_path / "moved"))
 
 

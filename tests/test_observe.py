@@ -488,11 +488,11 @@ def test_bad_configs() -> None:
 
 def test_something_else_is_not_mixed_in(whole: Path, dense: nn.Module) -> None:
     before = (whole / "results.json").read_text()
-    with pytest.raises(FileError, match="was begun with config.images = 24, not 25"):
+    with pytest.raises(FileError, match="was started with config.images = 24, not 25"):
         list(observe_into(whole, dense, DATA, config(images=25)))
     with torch.no_grad():
         dense.head.bias += 1  # type: ignore[union-attr,operator]
-    with pytest.raises(FileError, match="was begun with model ="):
+    with pytest.raises(FileError, match="was started with model ="):
         list(observe_into(whole, dense, DATA, config()))
     assert (whole / "results.json").read_text() == before
 

@@ -176,8 +176,8 @@ def test_something_else_is_not_gone_on_with(
     with pytest.raises(FileError) as error:
         shoot(tmp_path / "out", dense, replace(config, **change))
     partial = partial_of(tmp_path / "out")
-    rest = "give the same again to go on, or another directory"
-    assert str(error.value) == f"{partial} was begun with {sentence}; {rest}"
+    rest = "give the same to resume, or another directory"
+    assert str(error.value) == f"{partial} was started with {sentence}; {rest}"
 
 
 def test_other_images_or_weights_are_not_gone_on_with(tmp_path: Path, dense: nn.Module, home: Path) -> None:
@@ -186,7 +186,7 @@ def test_other_images_or_weights_are_not_gone_on_with(tmp_path: Path, dense: nn.
     with pytest.raises(FileError, match=r'judge images = "12 with checksum \w+", not "24 with checksum \w+"; give the'):
         oneshot_into(tmp_path / "out", dense, BATCHES, BATCHES, config)
     nn.init.ones_(dense.get_parameter("head.bias"))
-    with pytest.raises(FileError, match=r"was begun with model = .*; give the same again to go on, or another"):
+    with pytest.raises(FileError, match=r"was started with model = .*; give the same to resume, or another"):
         shoot(tmp_path / "out", dense, config)
 
 
@@ -201,7 +201,7 @@ def test_refusals_leave_nothing_behind(tmp_path: Path, dense: nn.Module) -> None
 def test_what_is_there_is_not_overwritten_by_chance(tmp_path: Path, dense: nn.Module) -> None:
     shoot(tmp_path / "out", dense, OneShotConfig(layers=1))
     before = sha256(tmp_path / "out" / "oneshot.json")
-    with pytest.raises(FileError, match="out exists already; give another place, or overwrite it on purpose"):
+    with pytest.raises(FileError, match="out exists already; give another path, or allow overwriting"):
         shoot(tmp_path / "out", dense, OneShotConfig(layers=2))
     assert (names(tmp_path), sha256(tmp_path / "out" / "oneshot.json")) == (["out"], before)
     shoot(tmp_path / "out", dense, OneShotConfig(layers=2), overwrite=True)

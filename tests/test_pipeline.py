@@ -36,7 +36,7 @@ from hetdpt.flow.stages.width import choose
 from hetdpt.measurement.costs import Costs
 from hetdpt.report.commands import further
 from hetdpt.results import Candidate
-from hetdpt.store.atomic import keep_json
+from hetdpt.store.atomic import write_sealed_json
 from hetdpt.store.lock import alone, is_in_use
 from hetdpt.store.stage_directory import NOW, STAGES, StageRecord, begin, read_stages, stage_directory
 from hetdpt.surgery.record import require_record
@@ -253,7 +253,7 @@ class TestWhatHasChanged:
         with pytest.raises(FileError, match="select/stage.json is damaged; do that stage again with --redo select"):
             hetdpt.run(asked(home, out=copy))
         del values["checksum"]
-        keep_json(file, values)
+        write_sealed_json(file, values)
         with pytest.raises(FileError, match="the stage recover .* was begun with inputs.select = "):
             hetdpt.run(asked(home, out=copy))
 

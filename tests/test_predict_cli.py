@@ -362,15 +362,15 @@ def test_what_is_there_stays_unless_it_is_ours_and_meant(run: Run, listing: Path
     call, out = ("predict", listing, "--blocks", 12), tmp_path / "out"
     assert run(*call, "--out", out).code == 0
     assert sorted(file.name for file in out.iterdir()) == ["frontier.csv", "frontier.png", "predict.json"]
-    run(*call, "--out", out).is_refused(f"{out} exists already; give another place, or overwrite it on purpose")
+    run(*call, "--out", out).is_refused(f"{out} exists already; give another path, or allow overwriting")
     assert run(*call, "--layers", 4, "--out", out, "--overwrite").code == 0
     assert (out / "splits.csv").is_file()
     mine = tmp_path / "mine"
     mine.mkdir()
     (mine / "thesis.txt").write_text("")
-    run(*call, "--out", mine).is_refused(f"{mine} exists already; give another place, or overwrite it on purpose")
+    run(*call, "--out", mine).is_refused(f"{mine} exists already; give another path, or allow overwriting")
     run(*call, "--out", mine, "--overwrite").is_refused(
-        f"{mine} is not overwritten, because it holds no predict.json and so is not ours; remove it yourself"
+        f"{mine} is not overwritten, because it has no predict.json and so was not made by hetdpt; remove it yourself"
     )
     assert [file.name for file in mine.iterdir()] == ["thesis.txt"]
 

@@ -145,7 +145,7 @@ def test_a_damaged_checkpoint_is_passed_over(home: Path, whole: Path, tmp_path: 
     content[len(content) // 2] ^= 1
     last.write_bytes(content)
     result = finish(command)
-    assert f"warning: the checkpoint {last} is damaged; going on from the checkpoint before it" in result.stderr
+    assert f"warning: the checkpoint {last} is damaged; resuming from the checkpoint before it" in result.stderr
     same_end(whole, out)
 
 
@@ -163,7 +163,7 @@ def test_a_finished_run_is_told_and_another_wish_is_refused(home: Path, whole: P
         check=False,
     )
     assert other.returncode == 2
-    assert "was begun with training.seed = 0, not 7" in other.stderr
+    assert "was started with training.seed = 0, not 7" in other.stderr
 
 
 @pytest.mark.slow

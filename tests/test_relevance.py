@@ -572,7 +572,7 @@ def test_the_command_writes_figure_and_numbers(run: Run, folder: Path, tmp_path:
     cosines = [value for pair in values["pairs"] for value in pair["cosines"]]
     assert values["contrast"]["cosine"]["removed"] == pytest.approx(sum(cosines) / 4)
     again = run(*command, "--first", 2, "--class", 3, "--out", out)
-    again.is_refused(f"{out} exists already; give another place, or overwrite it on purpose")
+    again.is_refused(f"{out} exists already; give another path, or allow overwriting")
     printed = run(*command, "--first", 2, "--class", 3, "--drawn", 1, "--out", out, "--overwrite", "--json")
     assert printed.values == {"figure": str(out), **values}, "drawing fewer changes no number"
     with Image.open(out) as figure:
@@ -674,9 +674,9 @@ def test_what_is_no_question_is_refused(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="relevance is for a class, but Backbone has no classification head; .*"):
         explain_into(tmp_path / "maps.png", Backbone(model, width=8), image)
     (tmp_path / "maps.json").write_text("{}")
-    with pytest.raises(FileError, match=r"maps.json exists already; give another place, or overwrite it on purpose"):
+    with pytest.raises(FileError, match=r"maps.json exists already; give another path, or allow overwriting"):
         explain_into(tmp_path / "maps.png", model, image)
-    with pytest.raises(FileError, match=r"^/proc/maps/maps.png cannot be written: .*; give another place$"):
+    with pytest.raises(FileError, match=r"^/proc/maps/maps.png cannot be written: .*; give another path$"):
         explain_into("/proc/maps/maps.png", model, image)
 
 

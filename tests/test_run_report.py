@@ -580,7 +580,7 @@ def test_the_command_compares_runs(run: Run, tmp_path: Path, full: Path) -> None
     assert run("report", full, other, "--out", out).code == 0
     assert "2 runs compared" in out.read_text()
     run("report", full, other, "--out", out).is_refused(
-        f"{out} exists already; give another place, or overwrite it on purpose"
+        f"{out} exists already; give another path, or allow overwriting"
     )
     assert run("report", full, other, "--out", out, "--overwrite").code == 0
     run("report", full, other).is_refused(

@@ -67,7 +67,7 @@ def test_something_else_is_refused_by_name_with_old_and_new(tmp_path: Path, key:
     before = {file: file.read_bytes() for file in (tmp_path / "run").rglob("*") if file.is_file()}
     with pytest.raises(FileError) as error:
         Run.open(tmp_path / "run", {**ASKED, key: value})
-    expected = f"{tmp_path / 'run'} was begun with {text}; give the same again to go on, or another directory"
+    expected = f"{tmp_path / 'run'} was started with {text}; give the same to resume, or another directory"
     assert str(error.value) == expected
     assert {file: file.read_bytes() for file in (tmp_path / "run").rglob("*") if file.is_file()} == before
 
@@ -86,9 +86,11 @@ def test_a_damaged_beginning_is_refused_in_one_sentence(tmp_path: Path, content:
 def test_a_foreign_directory_and_a_file_are_left_alone(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     for place in (tmp_path, tmp_path / "notes.txt"):
-        with pytest.raises(FileError, match=f"{place} (holds other things than a run|exists already); give"):
+        with pytest.raises(
+            FileError, match=f"{place} (is not empty and is not a .* run directory|exists already); give"
+        ):
             Run.open(place, ASKED)
-    with pytest.raises(FileError, match="notes.txt is a file and no directory; give another place"):
+    with pytest.raises(FileError, match="notes.txt is a file, not a directory; give another path"):
         Run.open(tmp_path / "notes.txt" / "run", ASKED)
     assert (names(tmp_path), (tmp_path / "notes.txt").read_text()) == (["notes.txt"], "mine")
 
@@ -230,7 +232,7 @@ def test_the_scratch_file_of_a_killed_run_is_cleared_away(checkpoints: Checkpoin
 def test_a_damaged_one_is_passed_over_with_a_warning(checkpoints: Checkpoints, damage: Any) -> None:
     newest = files(checkpoints)[-1]
     damage(newest)
-    with pytest.warns(UserWarning, match=f"{newest} is damaged; going on from the checkpoint before it"):
+    with pytest.warns(UserWarning, match=f"{newest} is damaged; resuming from the checkpoint before it"):
         assert step_of(checkpoints) == 3
 
 
@@ -392,7 +394,7 @@ def test_a_damaged_line_is_refused(tmp_path: Path, at: int, spoil: Callable[[str
     write_all(Metrics(file), *RECORD[:3])
     record = file.read_text().splitlines()
     file.write_text("".join(f"{spoil(line) if number == at else line}\n" for number, line in enumerate(record)))
-    way_out = f"put the file back as it was, or remove {tmp_path} to begin anew"
+    way_out = f"restore the file, or remove {tmp_path} to start again"
     for use in (lambda: Metrics(file).read("epoch"), lambda: write_all(Metrics(file), RECORD[3])):
         with pytest.raises(FileError, match=f"^line {at + 1} of {file} is damaged; {way_out}$"):
             use()
@@ -406,7 +408,7 @@ def test_epochs_that_are_gone_are_noticed(tmp_path: Path, kept: int) -> None:
     file.write_text("".join(file.read_text().splitlines(True)[:kept]))
     again = Metrics(file)
     write_all(again, *RECORD[4:6])
-    with pytest.raises(FileError, match=f"lacks epochs: after {min(kept, 1)} of them comes number 2; put the"):
+    with pytest.raises(FileError, match=f"lacks epochs: after {min(kept, 1)} of them number 2 follows; restore the"):
         write_all(again, RECORD[6])
 
 

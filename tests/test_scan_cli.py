@@ -133,15 +133,14 @@ def test_what_is_there_stays_unless_it_is_ours_and_meant(run: Run, dense: Path, 
     out = tmp_path / "out"
     assert run("scan", dense, *FAST, "--out", out).code == 0
     before = (out / "scan.json").read_text()
-    run("scan", dense, *FAST, "--out", out).is_refused(
-        f"{out} exists already; give another place, or overwrite it on purpose"
-    )
+    run("scan", dense, *FAST, "--out", out).is_refused(f"{out} exists already; give another path, or allow overwriting")
     assert run("scan", dense, *FAST, "--out", out, "--seed", 3, "--overwrite").code == 0
     assert (out / "scan.json").read_text() != before
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("")
     run("scan", dense, *FAST, "--out", tmp_path / "mine", "--overwrite").is_refused(
-        f"{tmp_path / 'mine'} is not overwritten, because it holds no scan.json and so is not ours; remove it yourself"
+        f"{tmp_path / 'mine'} is not overwritten, because it has no scan.json and so was not made by hetdpt; "
+        "remove it yourself"
     )
 
 

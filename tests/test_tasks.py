@@ -282,7 +282,7 @@ def test_called_again_it_does_nothing_and_other_settings_are_refused(place: Plac
     assert {file: file.stat().st_mtime_ns for file in whole.rglob("*") if file.is_file()} == before
     with pytest.raises(
         FileError,
-        match=r"was begun with calibration = 256, not null; give the same again to go on, or another directory",
+        match=r"was started with calibration = 256, not null; give the same to resume, or another directory",
     ):
         list(learn_into(whole, backbone(), place.open(), settings, device="cpu"))
 

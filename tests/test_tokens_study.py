@@ -29,7 +29,7 @@ from hetdpt.core.tokens import Tokens
 from hetdpt.data.sources import open_data
 from hetdpt.reduce.tokens.reduce import reduce_tokens_
 from hetdpt.report.tokens import draw
-from hetdpt.store.atomic import keep_json, kept_json
+from hetdpt.store.atomic import find_sealed_json, write_sealed_json
 from hetdpt.studies.tokens import TokensConfig, measure_tokens, tokens_into
 
 run = test_cli.run  # the fixture
@@ -201,11 +201,11 @@ def test_killed_it_comes_to_the_same(home: Path, whole: Path, models: dict[str, 
 def test_what_is_slower_is_said_to_be(high: float, home: Path, whole: Path, tmp_path: Path, run: Run) -> None:
     """Where the interval holds what the model is with all tokens, nothing is said."""
     shutil.copytree(whole, tmp_path / "run")
-    speeds = kept_json(whole / "speed.json", "") or {}
+    speeds = find_sealed_json(whole / "speed.json", "") or {}
     ratios = [(1.0, 1.0, 1.0), (0.9, 0.8, high), (1.2, 1.1, 1.3), (1.15, 1.0, 1.2)]
     for (_, speed), ratio in zip(sorted(speeds.items()), ratios, strict=True):
         speed["speedup"] = dict(zip(("value", "low", "high"), ratio, strict=True))
-    keep_json(tmp_path / "run" / "speed.json", speeds)
+    write_sealed_json(tmp_path / "run" / "speed.json", speeds)
     command = ("tokens", home / "dense", "--r", 2, "--beside", home / "pruned", "--out", tmp_path / "run", *QUICK)
     notes = [line for line in run(*command).out.splitlines() if line.startswith("note: ")]
     slow = next(one["model"] for one in points_in(tmp_path / "run") if one["speedup"] == 0.9)
@@ -296,7 +296,7 @@ def test_bad_options(options: tuple[str, ...], text: str, run: Run, tmp_path: Pa
 
 def test_what_is_there_is_not_replaced(run: Run, home: Path) -> None:
     place = home / "pruned"
-    text = f"{place} exists already; give another place, or overwrite it on purpose"
+    text = f"{place} exists already; give another path, or allow overwriting"
     run("tokens", home / "dense", "--r", 2, "--out", place).is_refused(text)
 
 
@@ -309,9 +309,9 @@ def test_an_unknown_method_or_schedule_is_refused() -> None:
 
 def test_something_else_is_not_mixed_in(whole: Path, models: dict[str, nn.Module]) -> None:
     before = (whole / "tokens.json").read_text()
-    with pytest.raises(FileError, match='was begun with config.schedule = "constant", not "decreasing"'):
+    with pytest.raises(FileError, match='was started with config.schedule = "constant", not "decreasing"'):
         list(tokens_into(whole, models, DATA, config(schedule="decreasing")))
-    with pytest.raises(FileError, match="was begun with model ="):
+    with pytest.raises(FileError, match="was started with model ="):
         list(tokens_into(whole, {"pruned": models["pruned"]}, DATA, config()))
     assert (whole / "tokens.json").read_text() == before
 

@@ -299,7 +299,7 @@ def test_done_again_it_says_so_and_changes_nothing(run: Run, home: Path, finishe
     other = run(*again, "--seed", 5)
     assert other.code == 2
     assert other.err == (
-        f"error: {out} was begun with training.seed = 0, not 5; give the same again to go on, or another directory\n"
+        f"error: {out} was started with training.seed = 0, not 5; give the same to resume, or another directory\n"
     )
     assert {file: file.stat().st_mtime_ns for file in out.rglob("*")} == before
 
@@ -637,17 +637,19 @@ def test_after_a_loss_that_is_no_number_the_advice_can_be_followed(run: Run, hom
 def test_an_output_place_that_is_taken(run: Run, home: Path, tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     for place in (tmp_path, tmp_path / "notes.txt"):
-        run(*recovery(home, place)).is_refused_like(f"{place} (holds other things than a run|exists already); give .*")
+        run(*recovery(home, place)).is_refused_like(
+            f"{place} (is not empty and is not a hetdpt run directory|exists already); give .*"
+        )
     run(*recovery(home, tmp_path / "notes.txt" / "run")).is_refused(
-        f"{tmp_path / 'notes.txt' / 'run'} cannot be written, because {tmp_path / 'notes.txt'} is a file and no "
-        "directory; give another place"
+        f"{tmp_path / 'notes.txt' / 'run'} cannot be written, because {tmp_path / 'notes.txt'} is a file, not a "
+        "directory; give another path"
     )
     assert (names(tmp_path), (tmp_path / "notes.txt").read_text()) == (["notes.txt"], "mine")
 
 
 def test_an_output_place_where_nothing_can_be_written(run: Run, home: Path) -> None:
     place = "/proc/hetdpt"  # not even root may
-    run(*recovery(home, Path(place))).is_refused_like(f".*{place}.*; give another place")
+    run(*recovery(home, Path(place))).is_refused_like(f".*{place}.*; give another path")
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="this machine has what is not to be had elsewhere")

@@ -458,7 +458,7 @@ def test_models_that_differ_in_the_size_of_images_alone_are_two(few: Data, tmp_p
     small, large = rows_in(tmp_path / "run")
     assert large["macs"] > 3 * small["macs"]
     assert json.loads((tmp_path / "run" / "run.json").read_text())["model"] == fingerprint(swins["at 32"])[:12]
-    with pytest.raises(FileError, match="was begun with model ="):
+    with pytest.raises(FileError, match="was started with model ="):
         list(transfer_into(tmp_path / "run", {"large": swins["at 64"]}, few, QUICKLY))
 
 
@@ -473,13 +473,13 @@ def test_a_fingerprint_knows_the_preprocessing_and_lives_in_files(models: dict[s
 
 def test_something_else_is_not_mixed_in(whole: Path, models: dict[str, nn.Module]) -> None:
     before = (whole / "results.json").read_text()
-    with pytest.raises(FileError, match=r"was begun with config.seed = 0, not 1"):
+    with pytest.raises(FileError, match=r"was started with config.seed = 0, not 1"):
         list(transfer_into(whole, models, "demo", config(settings={"training.seed": 1})))
-    with pytest.raises(FileError, match='was begun with mode = "probe", not "finetune"'):
+    with pytest.raises(FileError, match='was started with mode = "probe", not "finetune"'):
         list(transfer_into(whole, models, "demo", config("finetune")))
-    with pytest.raises(FileError, match=r"was begun with config.per_class = 30, not 20"):
+    with pytest.raises(FileError, match=r"was started with config.per_class = 30, not 20"):
         list(transfer_into(whole, models, "demo", config(settings={"per_class": 20})))
-    with pytest.raises(FileError, match="was begun with model ="):
+    with pytest.raises(FileError, match="was started with model ="):
         list(transfer_into(whole, {"pruned": models["pruned"]}, "demo", config()))
     assert (whole / "results.json").read_text() == before
 

@@ -28,12 +28,12 @@ RESUMABLE = {
 WAYS_OUT = {
     errno.ENOSPC: "free some space and give the same command again",
     errno.EDQUOT: "free some of your quota and give the same command again",
-    errno.EROFS: "make it writable, or give another place",
-    errno.EACCES: "make it yours to read and write, or give another place",
-    errno.EPERM: "make it yours to read and write, or give another place",
-    errno.ENOENT: "it was there when it was looked for; put it back, or give another place",
+    errno.EROFS: "make it writable, or give another path",
+    errno.EACCES: "make it yours to read and write, or give another path",
+    errno.EPERM: "make it yours to read and write, or give another path",
+    errno.ENOENT: "it was there when it was looked for; put it back, or give another path",
     errno.EMFILE: "raise the limit (ulimit -n), or give fewer --workers",
-    errno.EIO: "the disk has a fault; give another place",
+    errno.EIO: "the disk has a fault; give another path",
 }
 """What to do about what a file system says."""
 

@@ -290,7 +290,7 @@ def write_tensors(state: dict[str, Tensor], file: Path, target: Path, notes: dic
     except SafetensorError as error:
         raise FileError(
             f"{target} cannot be written ({error}); is the disk full? "
-            "Free some space and give the same command again, or give another place"
+            "Free some space and give the same command again, or give another path"
         ) from None
 
 

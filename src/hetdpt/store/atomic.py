@@ -1,4 +1,4 @@
-"""Files that are either whole or not there: atomic writes, checksums. No torch here."""
+"""Files that are either whole or absent: atomic writes, checksums. No torch here."""
 
 from __future__ import annotations
 
@@ -21,33 +21,33 @@ CHECKSUM = "checksum"
 
 
 def require_new(target: Path, overwrite: bool = False, marker: str | None = None) -> None:
-    """Raise ``FileError`` if writing ``target`` would replace something; an empty directory is nothing.
+    """Raise ``FileError`` if writing ``target`` would replace something other than an empty directory.
 
-    ``overwrite`` allows it, but of directories only those that hold the file ``marker``: ours.
+    ``overwrite`` allows it, but of directories only those with the file ``marker``: ours.
     """
     if file := next((parent for parent in target.parents if parent.is_file()), None):
-        raise FileError(f"{target} cannot be written, because {file} is a file and no directory; give another place")
+        raise FileError(f"{target} cannot be written, because {file} is a file, not a directory; give another path")
     is_taken = target.exists() and (not target.is_dir() or any(target.iterdir()))
     if is_taken and not overwrite:
-        raise FileError(f"{target} exists already; give another place, or overwrite it on purpose")
+        raise FileError(f"{target} exists already; give another path, or allow overwriting")
     if is_taken and marker is not None and not (target / marker).is_file():
         raise FileError(
-            f"{target} is not overwritten, because it holds no {marker} and so is not ours; remove it yourself"
+            f"{target} is not overwritten, because it has no {marker} and so was not made by hetdpt; remove it yourself"
         )
 
 
 @contextmanager
 def new_directory(target: Path, marker: str, overwrite: bool = False) -> Iterator[Path]:
-    """Give a scratch directory that becomes ``target`` when the block ends, all at once or not at all.
+    """Yield a scratch directory that becomes ``target`` when the block ends, all at once or not at all.
 
-    ``overwrite`` replaces an earlier one, known by the file ``marker`` in it.
+    ``overwrite`` replaces an earlier one, recognised by the file ``marker`` in it.
     """
     require_new(target, overwrite, marker)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     except OSError as error:
-        raise FileError(f"{target} cannot be written: {error.strerror}; give another place") from None
+        raise FileError(f"{target} cannot be written: {error.strerror}; give another path") from None
     try:
         scratch.chmod(0o777 & ~_umask())
         yield scratch
@@ -59,7 +59,7 @@ def new_directory(target: Path, marker: str, overwrite: bool = False) -> Iterato
 
 
 def _swap(scratch: Path, target: Path) -> None:
-    """Put ``scratch`` in the place of ``target``; where that fails the old one comes back."""
+    """Put ``scratch`` in the place of ``target``; if that fails the old one is restored."""
     aside = scratch.with_name(f"{scratch.name}.old")
     if target.exists():
         os.replace(target, aside)
@@ -80,7 +80,7 @@ def _umask() -> int:
 
 @contextmanager
 def written(target: Path) -> Iterator[Path]:
-    """Give a scratch file of the same suffix that becomes ``target`` when the block ends, all at once or not at all."""
+    """Yield a scratch file of the same suffix that becomes ``target`` when the block ends, whole or not at all."""
     name = f".{target.name}.{uuid4().hex}{target.suffix}"  # processes of other machines may have our number
     scratch = target.with_name(name)
     try:
@@ -92,7 +92,7 @@ def written(target: Path) -> Iterator[Path]:
 
 
 def flush(path: Path) -> None:
-    """Make the system write ``path``, a file or a directory, to disk now; Windows does so with files alone."""
+    """Flush ``path``, a file or a directory, to disk; on Windows only files can be flushed."""
     if host.IS_WINDOWS and path.is_dir():
         return
     handle = os.open(path, os.O_RDWR if host.IS_WINDOWS else os.O_RDONLY)  # Windows flushes no handle that only reads
@@ -115,57 +115,49 @@ def write_json(file: Path, values: Any) -> None:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Return what ``text`` says in JSON; ``ValueError`` for all that may be wrong with it."""
+    """Return the value of the JSON ``text``; ``ValueError`` for all that may be wrong with it."""
     try:
         return json.loads(text)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
 
 
-def keep_json(file: Path, values: dict[str, Any]) -> None:
-    """Write ``values`` with a checksum of themselves, whole or not at all, for ``kept_json``."""
+def write_sealed_json(file: Path, values: dict[str, Any]) -> None:
+    """Write ``values`` with a checksum of themselves, whole or not at all."""
     write_json(file, sealed(values))
 
 
-def kept_json(file: Path, way_out: str) -> dict[str, Any] | None:
-    """Return what ``keep_json`` wrote, None where it has not; ``FileError`` with ``way_out`` if it was altered since.
-
-    What has no checksum is taken as it is: versions before this one wrote none.
-    """
+def read_sealed_json(file: Path) -> dict[str, Any]:
+    """Return what ``write_sealed_json`` wrote of a saved model; ``FileError`` if it is missing or was altered since."""
+    if not file.is_file():  # nor a device, which could be read for ever
+        raise FileError(f"{file} is missing; a directory written by hetdpt.save was expected")
     try:
         values = parse_json(file.read_text(encoding="utf-8"))
-        return values if isinstance(values, dict) and CHECKSUM not in values else unsealed(values)
+    except ValueError as error:
+        raise FileError(f"{file} is damaged: it is not JSON ({error}); save the model again") from None
+    try:
+        return unsealed(values)
+    except ValueError:
+        raise FileError(f"{file} was altered or damaged since it was saved; save the model again") from None
+
+
+def find_sealed_json(file: Path, way_out: str) -> dict[str, Any] | None:
+    """Return what ``write_sealed_json`` wrote, None if there is no file; ``FileError`` with ``way_out`` if altered."""
+    try:
+        return unsealed(parse_json(file.read_text(encoding="utf-8")))
     except FileNotFoundError:
         return None
     except ValueError as error:
         raise FileError(f"{file} is damaged ({first_line(error)}); {way_out}") from None
 
 
-def kept(file: Path, way_out: str, make: Callable[[dict[str, Any]], T]) -> T | None:
-    """Return what ``make`` makes of what ``keep_json`` wrote; ``FileError`` also where nothing can be made of it."""
+def find_sealed(file: Path, way_out: str, make: Callable[[dict[str, Any]], T]) -> T | None:
+    """Return the value that ``make`` makes of ``find_sealed_json``; ``FileError`` too if it cannot."""
     try:
-        values = kept_json(file, way_out)
+        values = find_sealed_json(file, way_out)
         return None if values is None else make(values)
     except (ValueError, TypeError, KeyError) as error:
         raise FileError(f"{file} is damaged ({first_line(error)}); {way_out}") from None
-
-
-def write_sealed_json(path: Path, values: dict[str, Any]) -> None:
-    """Write ``values`` with a checksum of themselves, which ``read_sealed_json`` compares."""
-    path.write_text(json.dumps(sealed(values), indent=1) + "\n", encoding="utf-8")
-
-
-def read_sealed_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():  # nor a device, which could be read for ever
-        raise FileError(f"{path} is missing; a directory written by hetdpt.save was expected")
-    try:
-        values = parse_json(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise FileError(f"{path} is damaged: it is not JSON ({error}); save the model again") from None
-    try:
-        return unsealed(values)
-    except ValueError:
-        raise FileError(f"{path} was altered or damaged since it was saved; save the model again") from None
 
 
 def sealed(values: dict[str, Any]) -> dict[str, Any]:
@@ -174,13 +166,13 @@ def sealed(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def unsealed(values: Any) -> dict[str, Any]:
-    """Return what ``sealed`` was given; ``ValueError`` where it is not that, or has no checksum.
+    """Return the values that ``sealed`` was given; ``ValueError`` if they were altered or have no checksum.
 
     >>> unsealed(sealed({"a": 1}))
     {'a': 1}
     """
     if not isinstance(values, dict) or values.pop(CHECKSUM, None) != _seal(values):
-        raise ValueError("it is not what was written")
+        raise ValueError("its checksum does not match")
     return values
 
 

@@ -1,4 +1,4 @@
-"""States of a training as files; a kill loses what came after the last one."""
+"""Checkpoints of a training; a kill loses what was done after the last one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ KEPT = 2  # the newest, and the one before it in case the newest is damaged
 
 
 class Checkpoints:
-    """States of a training as files, the newest last; a damaged one is passed over."""
+    """States of a training as files, the newest last; damaged ones are skipped."""
 
     def __init__(self, directory: Path, minutes: float, guard: Callable[[], None] | None = None) -> None:
         """``guard`` is called before a state is written, and raises if this process has lost the right to."""
@@ -30,9 +30,9 @@ class Checkpoints:
         self._damaged: list[Path] = []
 
     def latest(self) -> dict[str, Any] | None:
-        """Return the newest state that is sound, with a warning for each newer one that is not; None for a new run.
+        """Return the newest sound state, with a warning for each newer one that is damaged; None for a new run.
 
-        Where all are damaged this is a ``FileError``: a new start would overwrite what the run came to so far.
+        If all are damaged this raises ``FileError``: a new start would overwrite the results so far.
         """
         files = self.files()
         for file in reversed(files):
@@ -42,10 +42,10 @@ class Checkpoints:
                 self._damaged.append(file)
                 if file == files[0]:
                     raise FileError(
-                        f"{error}, and there is none before it; remove {self.directory} to begin anew, "
+                        f"{error}, and there is none before it; remove {self.directory} to start again, "
                         "or give another directory"
                     ) from None
-                warnings.warn(f"{error}; going on from the checkpoint before it", stacklevel=2)
+                warnings.warn(f"{error}; resuming from the checkpoint before it", stacklevel=2)
         return None
 
     def is_due(self) -> bool:
@@ -75,7 +75,7 @@ class Checkpoints:
             file.unlink()
 
     def files(self) -> list[Path]:
-        """Return the checkpoints there are, the newest last."""
+        """Return the files of all checkpoints, the newest last."""
         names = sorted(self.directory.glob("*.pt")) if self.directory.is_dir() else []
         return [file for file in names if re.fullmatch(r"\d{8}-[0-9a-f]{64}\.pt", file.name)]
 
@@ -83,7 +83,7 @@ class Checkpoints:
         try:
             torch.save(state, scratch)
             flush(scratch)
-        except (OSError, RuntimeError) as error:  # torch says of a full disk only that a position is unexpected
+        except (OSError, RuntimeError) as error:  # of a full disk torch says only that a position is unexpected
             scratch.unlink(missing_ok=True)
             raise FileError(
                 f"a checkpoint cannot be written to {self.directory} ({first_line(error)}); is the disk full? "
@@ -96,5 +96,5 @@ class Checkpoints:
         try:
             state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
         except (UnpicklingError, EOFError):  # torch would explain at length how to run code that is in it
-            raise FileError(f"the checkpoint {file} is no state of a training and is not loaded") from None
+            raise FileError(f"the checkpoint {file} is not a checkpoint of a training; it is not loaded") from None
         return state

@@ -1,4 +1,4 @@
-"""What a directory was begun with; the same again goes on, something else is refused by the name of what differs."""
+"""The first difference between the settings of a run directory and those given now."""
 
 from __future__ import annotations
 
@@ -11,19 +11,20 @@ from hetdpt.store.atomic import parse_json
 
 
 def read_json(file: Path) -> dict[str, Any]:
+    """Return the JSON object in ``file``; ``FileError`` if there is none."""
     try:
         values = parse_json(file.read_text(encoding="utf-8"))
         if not isinstance(values, dict):
-            raise ValueError("no JSON object")
+            raise ValueError("not a JSON object")
     except (OSError, ValueError) as error:
         raise FileError(f"{file} cannot be read ({first_line(error)}); give another directory") from None
     return values
 
 
 def first_difference(before: dict[str, Any], now: dict[str, Any]) -> str | None:
-    """Return what differs first, as in ``training.lr = 0.1, not 0.2``; None where nothing does.
+    """Return the first difference, as in ``training.lr = 0.1, not 0.2``; None if there is none.
 
-    First is what stands first in ``now``; what is not asked for any more comes last.
+    The order is that of ``now``; settings that only ``before`` has are last.
 
     >>> first_difference({"seed": 0, "training": {"lr": 0.1}}, {"training": {"lr": 0.2}, "seed": 1})
     'training.lr = 0.1, not 0.2'

@@ -13,7 +13,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from hetdpt.store.atomic import keep_json, kept
+from hetdpt.store.atomic import find_sealed, write_sealed_json
 from hetdpt.store.queue import Claim, holder
 
 WAIT = 1.0  # seconds between two looks at the results of other processes
@@ -66,7 +66,7 @@ class Task(Generic[Subject, Result]):
         def run(guard: Guard) -> None:
             made = make(guard)
             guard()
-            keep_json(file, _adapter(kind).dump_python(made))
+            write_sealed_json(file, _adapter(kind).dump_python(made))
 
         return cls(key, subject, read, run, **options)
 
@@ -83,7 +83,7 @@ class Finished(Generic[Subject, Result]):
 
 def read_result(file: Path, kind: Any) -> Any:
     """Return the value of type ``kind`` in the file of a task; None if there is no file, ``FileError`` if it is bad."""
-    return kept(file, "remove it to have it made again", partial(_validated, kind))
+    return find_sealed(file, "remove it to have it made again", partial(_validated, kind))
 
 
 def run_tasks(

@@ -1,4 +1,4 @@
-"""One process at a time in a directory."""
+"""A lock on a directory: one process of this machine at a time."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from filelock import lock_descriptor
 from hetdpt.core import host
 from hetdpt.core.errors import FileError
 
-TRIES, WAIT = 10, 0.05  # seconds; one who only asks holds it for a moment
+TRIES, WAIT = 10, 0.05  # seconds; a process that only looks holds it for a moment
 
 
 @contextmanager
 def alone(directory: Path) -> Iterator[None]:
-    """Hold ``directory``, so that no other process of this machine works in it; a kill lets it go."""
+    """Lock ``directory``, so that no other process of this machine works in it; a kill releases it."""
     handle = _open(directory)
     try:
         if not any(_lock(handle) for _ in range(TRIES)):
@@ -31,16 +31,16 @@ def alone(directory: Path) -> Iterator[None]:
 
 
 def is_in_use(directory: Path) -> bool:
-    """Whether a process of this machine holds ``directory``."""
+    """Whether a process of this machine has locked ``directory``."""
     handle = _open(directory)
     try:
-        return not any(_lock(handle) for _ in range(2))  # another who only asks has let go by then
+        return not any(_lock(handle) for _ in range(2))  # another process that only looks has released it by then
     finally:
         os.close(handle)
 
 
 def _open(directory: Path) -> int:
-    """Return what is locked: the directory or, on Windows, where none can be opened, a file that stands for it."""
+    """Return the handle to lock: of the directory or, on Windows, of a file that stands for it."""
     if not host.IS_WINDOWS:
         return os.open(directory, os.O_RDONLY)
     name = hashlib.sha256(str(directory.resolve()).encode()).hexdigest()[:32]
@@ -48,7 +48,7 @@ def _open(directory: Path) -> int:
 
 
 def _lock(handle: int) -> bool:
-    """Return whether the lock is ours now; where not, a moment later."""
+    """Return whether the lock is ours now; if not, after a short wait."""
     try:
         is_ours = lock_descriptor(handle, blocking=False)
     except OSError:  # a file system without locks

@@ -1,4 +1,4 @@
-"""Numbers of a run, a line each."""
+"""Metrics of a run, one line each."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ METRICS, BOARD = "metrics.jsonl", "tensorboard"
 
 
 class Metrics:
-    """Numbers, one JSON object per line, each with its ``kind`` and ``update`` and a checksum.
+    """Metrics, one JSON object per line, each with its ``kind`` and ``update`` and a checksum.
 
-    A run that was killed had written lines for updates after its last checkpoint; going on, it writes them again. The
-    first line written by this process therefore takes the place of its earlier self and of all that followed. What was
-    lost or damaged otherwise is a ``FileError``: accuracies of epochs are results.
+    A run that was killed had written lines for updates after its last checkpoint; when resumed, it writes them again.
+    The first line written by this process therefore replaces its earlier version and all lines after it. Lines that
+    are lost or damaged in another way raise ``FileError``: accuracies of epochs are results.
     """
 
     def __init__(self, file: Path, board: Path | None = None) -> None:
@@ -27,7 +27,7 @@ class Metrics:
         self._writer: Any = None
 
     def write(self, kind: str, *, update: int, **numbers: Any) -> None:
-        """Add a line; an epoch has its ``number``, from 0 on, none left out."""
+        """Add a line; an epoch has its ``number``, from 0 on, without gaps."""
         if not self._is_trimmed:
             self._trim(kind, update)
             self._writer = _board(self.board, update) if self.board else None
@@ -46,16 +46,16 @@ class Metrics:
         return [line for line in self._lines() if line["kind"] == kind]
 
     def _require_next(self, number: int) -> None:
-        """Count an epoch; ``FileError`` where the lines of earlier ones are gone."""
+        """Count an epoch; ``FileError`` if lines of earlier ones are missing."""
         if number != self._epochs:
             raise FileError(
-                f"{self.file} lacks epochs: after {self._epochs} of them comes number {number}; {self._way_out}"
+                f"{self.file} lacks epochs: after {self._epochs} of them number {number} follows; {self._way_out}"
             )
         self._epochs += 1
 
     @property
     def _way_out(self) -> str:
-        return f"put the file back as it was, or remove {self.file.parent} to begin anew"
+        return f"restore the file, or remove {self.file.parent} to start again"
 
     def _trim(self, kind: str, update: int) -> None:
         lines = self._lines()
@@ -68,7 +68,7 @@ class Metrics:
     def _lines(self) -> list[dict[str, Any]]:
         if not self.file.is_file():
             return []
-        *whole, _ = self.file.read_bytes().split(b"\n")  # what has no end was cut off when the run was killed
+        *whole, _ = self.file.read_bytes().split(b"\n")  # a line without an end was cut off when the run was killed
         return [self._line(number, line) for number, line in enumerate(whole, 1) if line]
 
     def _line(self, number: int, text: bytes) -> dict[str, Any]:
@@ -79,7 +79,7 @@ class Metrics:
 
 
 def _board(directory: Path, update: int) -> Any:
-    """Return a writer for TensorBoard whose earlier numbers from ``update`` on are void."""
+    """Return a writer for TensorBoard that replaces earlier numbers from ``update`` on."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:

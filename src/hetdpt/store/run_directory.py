@@ -1,10 +1,10 @@
-"""A run directory: what it was asked for, its checkpoints, its numbers. It does not know what the run does.
+"""A run directory: its settings, its checkpoints, its metrics. It does not know what the run does.
 
-run.json       what was asked for; the same again goes on, something else is refused
+run.json       the settings; called again with the same ones a run resumes, with others it raises
 checkpoints/   the last two states, each with its checksum in its name
 metrics.jsonl  one JSON object per line
-summary.json   written when the run is done
-tensorboard/   the same numbers for TensorBoard, if asked for
+summary.json   written when the run is finished
+tensorboard/   the same metrics for TensorBoard, if wanted
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from typing import Any
 from uuid import uuid4
 
 from hetdpt.core.errors import FileError
-from hetdpt.store.atomic import flush, keep_json, kept_json, require_new, written
+from hetdpt.store.atomic import find_sealed_json, flush, require_new, write_sealed_json, written
 from hetdpt.store.checkpoints import CHECKPOINTS, Checkpoints
 from hetdpt.store.config_diff import first_difference, read_json
 from hetdpt.store.lock import alone
 from hetdpt.store.metrics import BOARD, METRICS, Metrics
 
 RUN, SUMMARY = "run.json", "summary.json"
-_OTHER_THINGS = "{} holds other things than a run; give a new or an empty directory"
+_NOT_A_RUN = "{} is not empty and is not a hetdpt run directory; give a new or an empty directory"
 
 
 class Run:
-    """The directory of one run; ``open`` makes it or goes on with it."""
+    """The directory of one run; ``open`` creates it, or resumes the run in it."""
 
     def __init__(self, directory: Path, minutes: float = 10.0, has_board: bool = False, is_first: bool = True) -> None:
         self.directory = directory
@@ -47,14 +47,14 @@ class Run:
         has_board: bool = False,
         is_first: bool = True,
     ) -> Run:
-        """Return the run in ``directory``; ``FileError`` if it was begun with something else than ``asked``.
+        """Return the run in ``directory``; ``FileError`` if it was started with other settings than ``asked``.
 
-        ``asked`` is plain JSON: everything that decides the outcome. ``minutes`` lie between two checkpoints;
-        ``has_board`` writes the numbers for TensorBoard too. Of several processes ``is_first`` writes, the others look.
+        ``asked`` is plain JSON: everything that decides the outcome. ``minutes`` are between two checkpoints;
+        ``has_board`` writes metrics for TensorBoard too. Of several processes only the first, ``is_first``, writes.
         """
         file, run = directory / RUN, cls(directory, minutes, has_board, is_first)
         if file.is_file():
-            read_json(file)  # a damaged one is refused, whatever is beside it
+            read_json(file)  # a damaged one raises, whatever is beside it
         else:
             _make(directory)
         if is_first:
@@ -64,7 +64,7 @@ class Run:
         return run
 
     def alone(self) -> AbstractContextManager[None]:
-        """Hold the directory, so that no other process of this machine works in it; a kill lets it go."""
+        """Lock the directory for this process; a kill releases it."""
         return alone(self.directory)
 
     def _begin(self, asked: dict[str, Any]) -> None:
@@ -74,34 +74,35 @@ class Run:
 
     @property
     def is_begun(self) -> bool:
-        """Whether there is something to go on from, or to lose."""
+        """Whether there is something to resume, or to lose."""
         return bool(self.checkpoints.files()) or (self.directory / SUMMARY).is_file()
 
     @property
     def summary(self) -> dict[str, Any] | None:
-        """What the run came to; None until it is done."""
-        return kept_json(self.directory / SUMMARY, f"remove {self.directory} to begin anew, or give another directory")
+        """The results of the run; None until it is finished."""
+        way_out = f"remove {self.directory} to start again, or give another directory"
+        return find_sealed_json(self.directory / SUMMARY, way_out)
 
     def finish(self, summary: dict[str, Any]) -> None:
-        """Write what the run came to, and drop the checkpoints that are of no more use."""
-        keep_json(self.directory / SUMMARY, summary)
+        """Write the results of the run, and remove its checkpoints."""
+        write_sealed_json(self.directory / SUMMARY, summary)
         self.checkpoints.clear()
 
     def discard(self) -> None:
-        """Remove the directory with all that is in it, where what the run came to is elsewhere."""
+        """Remove the directory and all its files, for runs whose results are elsewhere."""
         shutil.rmtree(self.directory)
 
 
 def summary_of(directory: Path) -> dict[str, Any]:
-    """Return what the run in ``directory``, which is done, came to."""
+    """Return the results of the finished run in ``directory``."""
     summary = Run(directory).summary
     if summary is None:
-        raise FileError(f"{directory / SUMMARY} is missing; the same command again finishes the run")
+        raise FileError(f"{directory / SUMMARY} is missing; run the same command again to finish the run")
     return summary
 
 
 def share(directory: Path, asked: dict[str, Any]) -> None:
-    """Make a run directory that several processes work in, or join it; ``FileError`` as in ``Run.open``."""
+    """Create a run directory for several processes, or join it; ``FileError`` as in ``Run.open``."""
     file = directory / RUN
     if not file.is_file():
         _make_shared(directory)
@@ -115,10 +116,10 @@ def share(directory: Path, asked: dict[str, Any]) -> None:
 
 
 def _make(directory: Path) -> None:
-    """Make a directory in which there is nothing but what a kill left of its first file."""
+    """Create a directory with nothing in it but what a kill left of its first file."""
     scratches = list(directory.glob(f".{RUN}.*")) if directory.is_dir() else []
     if directory.is_dir() and len(scratches) < len(list(directory.iterdir())):
-        raise FileError(_OTHER_THINGS.format(directory))
+        raise FileError(_NOT_A_RUN.format(directory))
     if not directory.is_dir():
         require_new(directory)
     _make_directory(directory)
@@ -127,22 +128,20 @@ def _make(directory: Path) -> None:
 
 
 def _make_shared(directory: Path) -> None:
-    """Make a directory, or find it made by another process a moment ago; its first file is the first to appear."""
+    """Create a directory unless another process just did; its first file is the first to appear."""
     _make_directory(directory)
     others = [file for file in directory.iterdir() if not file.name.startswith(f".{RUN}.")]
     if others and not (directory / RUN).is_file():
-        raise FileError(_OTHER_THINGS.format(directory))
+        raise FileError(_NOT_A_RUN.format(directory))
 
 
 def _make_directory(directory: Path) -> None:
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise FileError(f"{directory} cannot be written: {error.strerror}; give another place") from None
+        raise FileError(f"{directory} cannot be written: {error.strerror}; give another path") from None
 
 
 def _require_same(file: Path, asked: dict[str, Any]) -> None:
     if difference := first_difference(read_json(file), asked):
-        raise FileError(
-            f"{file.parent} was begun with {difference}; give the same again to go on, or another directory"
-        )
+        raise FileError(f"{file.parent} was started with {difference}; give the same to resume, or another directory")

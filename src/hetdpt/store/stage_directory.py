@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from hetdpt.core.errors import FileError, first_line
-from hetdpt.store.atomic import keep_json, kept_json, parse_json, require_new, sha256, written
+from hetdpt.store.atomic import find_sealed_json, parse_json, require_new, sha256, write_sealed_json, written
 from hetdpt.store.config_diff import first_difference, read_json
 from hetdpt.store.lock import alone
 
@@ -106,14 +106,14 @@ class StageRecord:
         values = {"stage": self.name, "fingerprint": self.fingerprint, "is_done": self.is_done, **asdict(self)}
         del values["name"], values["directory"]
         self.directory.mkdir(parents=True, exist_ok=True)
-        keep_json(self.directory / STAGE, values)
+        write_sealed_json(self.directory / STAGE, values)
 
     @classmethod
     def read(cls, directory: Path) -> StageRecord:
         file = directory / STAGE
         names = ("asked", "begun", "seconds", "versions", "result")
         try:
-            values = kept_json(file, "") or {}
+            values = find_sealed_json(file, "") or {}
             found = cls(values["stage"], directory, **{name: values[name] for name in names})
             is_sound = found.name in STAGES and found.fingerprint == values["fingerprint"]
             if not is_sound or not isinstance(found.result, dict | None) or not all(map(_is_plain, found.files)):
@@ -241,7 +241,7 @@ def _make(run: Path) -> None:
     try:
         run.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise FileError(f"{run} cannot be written: {error.strerror}; give another place") from None
+        raise FileError(f"{run} cannot be written: {error.strerror}; give another path") from None
     others = [file for file in run.iterdir() if not file.name.startswith(f".{FLOW}.")]  # which a kill has left
     if others and not (run / FLOW).is_file():
         raise FileError(f"{run} holds other things than a run; give a new or an empty directory")

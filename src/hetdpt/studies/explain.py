@@ -258,4 +258,4 @@ def _write(figure: Path, made: Explanation, seen: Any) -> None:
             draw(pictures, made.layers, drawing)
             numbers.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
     except OSError as error:
-        raise FileError(f"{figure} cannot be written: {error.strerror or error}; give another place") from None
+        raise FileError(f"{figure} cannot be written: {error.strerror or error}; give another path") from None

@@ -183,7 +183,7 @@ def _read(files: list[Path]) -> Features:
         except SafetensorError as error:
             raise FileError(f"{file} is damaged ({first_line(error)}); {way_out}") from None
         if seal != _seal(values[-1], labels[-1]):
-            raise FileError(f"{file} is damaged (it is not what was written); {way_out}")
+            raise FileError(f"{file} is damaged (its checksum does not match); {way_out}")
     features = Features(torch.cat(values), torch.cat(labels))
     if not features.is_read.any():
         raise DataError(f"none of the {len(features.labels)} images can be read; look at the files")

@@ -17,7 +17,7 @@ import torch
 
 from hetdpt.core.errors import FileError, TrainError
 from hetdpt.core.host import instructions, processor
-from hetdpt.store.atomic import keep_json, kept
+from hetdpt.store.atomic import find_sealed, write_sealed_json
 
 PATIENCE = 600.0  # seconds; importing torch took 17 on a busy machine
 CRASHES = {-signal.SIGILL, -signal.SIGABRT, -signal.SIGFPE, -signal.SIGSEGV, 0xC000001D, 0xC0000005}
@@ -37,7 +37,7 @@ def runs_bfloat16(device: str) -> bool:
     works = _try(device)
     with suppress(OSError):  # without a cache the next process tries again
         file.parent.mkdir(parents=True, exist_ok=True)
-        keep_json(file, {"runs": works, "torch": torch.__version__, "processor": processor(), "device": device})
+        write_sealed_json(file, {"runs": works, "torch": torch.__version__, "processor": processor(), "device": device})
     return works
 
 
@@ -52,7 +52,7 @@ def _file(device: str) -> Path:
 def _known(file: Path) -> bool | None:
     """Return the cached answer; None if there is none, or it cannot be read."""
     try:
-        answer = kept(file, "it is made again", lambda values: values["runs"])
+        answer = find_sealed(file, "it is made again", lambda values: values["runs"])
     except (FileError, OSError):
         return None
     return answer if isinstance(answer, bool) else None

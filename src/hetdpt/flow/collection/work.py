@@ -27,7 +27,7 @@ from hetdpt.results import PRICES_FILE, Prices
 from hetdpt.selection.predictor.pricing import measure_prices
 from hetdpt.selection.predictor.rows import SAMPLES_FILE, write_rows
 from hetdpt.selection.predictor.samples import CHAINS, CollectConfig, EntropyPick, SampleStep, fine_tune, prune_next
-from hetdpt.store.atomic import kept_json, sealed, written
+from hetdpt.store.atomic import find_sealed_json, sealed, written
 from hetdpt.store.checkpoints import CHECKPOINTS
 from hetdpt.store.jobs import Finished, Guard, Task, read_result
 from hetdpt.surgery.merge import merge_
@@ -123,7 +123,7 @@ class CollectionJob:
                 picks.append(pick)
             notes = {PICKS: json.dumps(sealed({"picks": [asdict(pick) for pick in picks]}))}
             save(deepcopy(student).cpu(), start, overwrite=True, notes=notes)
-        found = kept_json(start / PICKS, f"remove {start} to have it made again")
+        found = find_sealed_json(start / PICKS, f"remove {start} to have it made again")
         assert found is not None
         return tuple(EntropyPick(Site(**pick["site"]), pick["te"]) for pick in found["picks"])
 
