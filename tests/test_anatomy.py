@@ -275,7 +275,7 @@ def test_the_vision_tower_is_named_and_will_do(
     name: str, arguments: dict, tower: str, size: tuple[int, int, int] | None
 ) -> None:
     model = _hf(name, arguments)
-    with pytest.raises(ModelError, match=rf"{name} .*take its vision tower[:,] model\.{tower}$"):
+    with pytest.raises(ModelError, match=rf"{name} .*use its vision tower[:,] model\.{tower}$"):
         hetdpt.sites(model, size)
     kinds = [site.kind for site in hetdpt.sites(model.get_submodule(tower), SIZE)]
     assert set(kinds) == {"attention", "activation"}
@@ -299,7 +299,7 @@ def test_names_of_models_with_a_vision_tower_make_the_tower(name: str) -> None:
 
 
 def test_a_model_that_does_not_say_its_image_size() -> None:
-    with pytest.raises(ModelError, match="Toy does not say its image size, as a vision model would"):
+    with pytest.raises(ModelError, match="Toy does not have an image size, as a vision model would"):
         hetdpt.sites(Toy())
 
 

@@ -138,7 +138,7 @@ def test_timm_s_stages_without_channels_first_are_turned() -> None:
 def test_layers_come_in_the_order_asked_for(model: nn.Module, images: Tensor) -> None:
     own = model.forward_intermediates(images, norm=True, intermediates_only=True)
     assert are_equal(feature_maps(model, images, (-1, 0, -1)), [own[2], own[0], own[2]])
-    with pytest.raises(ModelError, match=r"has maps of layers 0-2, but layer 3 was asked for"):
+    with pytest.raises(ModelError, match=r"has maps of layers 0-2, not of layer 3"):
         feature_maps(model, images, (3,))
     with pytest.raises(ModelError, match="at least one layer"):
         feature_maps(model, images, ())
@@ -368,7 +368,7 @@ class TestBackbone:
         backbone = Backbone(VIT.build(), width=16)
         with pytest.raises(DataError, match=r"takes images of 3 x 32 x 32, but came 3 x 64 x 32: .* with size="):
             backbone(torch.zeros(1, 3, 64, 32))
-        with pytest.raises(DataError, match=r"made of images \(B, C, H, W\), but came \(3, 32, 32\)"):
+        with pytest.raises(DataError, match=r"expected a batch of images \(B, C, H, W\), but got \(3, 32, 32\)"):
             backbone(torch.zeros(3, 32, 32))
         with pytest.raises(ModelError, match="at least 1 channel, not 0"):
             Backbone(VIT.build(), width=0)

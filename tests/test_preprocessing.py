@@ -161,16 +161,16 @@ def test_contradictions_are_refused(changes: dict[str, Any], text: str) -> None:
 def test_models_that_do_not_say_it_are_refused() -> None:
     model = nn.Linear(2, 2)
     vars(model)["img_size"] = 8
-    with pytest.raises(ModelError, match="Linear does not say how it wants its images"):
+    with pytest.raises(ModelError, match="Linear does not specify its preprocessing"):
         preprocessing_of(model)
-    with pytest.raises(ModelError, match="wants blue, green, red images"):
+    with pytest.raises(ModelError, match="expects BGR images"):
         preprocessing_of(create("hf:mobilevit", is_empty=True))
 
 
 def test_classes_of_the_head(tmp_path: Path) -> None:
     assert num_classes_of(timm.create_model("vit_tiny_patch16_224", num_classes=7)) == 7
     assert num_classes_of(create("hf:vit", num_classes=5, is_empty=True)) == 5
-    text = "has no classification head to compare labels with"
+    text = "has no classification head; expected a classifier"
     for headless in (
         timm.create_model("vit_tiny_patch16_224", num_classes=0),
         create("hf:clip_vision_model", is_empty=True),

@@ -433,7 +433,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     ),
     "two softmaxes": (
         lambda: named("convit_tiny").build(),
-        "blocks.0.attn was expected to attend by one softmax, or one call of torch's fused operator, and has 2; .*",
+        "blocks.0.attn was expected to compute one softmax, or one call of torch's fused operator, but has 2; .*",
     ),
     "no convolution": (
         lambda: named("naflexvit_base_patch16_gap").build(),
@@ -618,7 +618,7 @@ def test_bad_input_is_one_sentence(run: Run, folder: Path, tmp_path: Path) -> No
         "class -1 was asked for, but this model knows classes 0-9"
     )
     run(*command, image, "--class=--1", "--out", out).is_refused(
-        "the classes of this model have no names that are known here; give a number, not '--1'"
+        "the names of this model's classes are not known; give the number of a class, not '--1'"
     )
     run(*command, image, "--data", "demo", "--out", out).is_refused(
         "--data and --removal say what takes the place of layers, but none goes; add --plan"
@@ -692,7 +692,7 @@ def test_classes_have_names_where_the_library_knows_them(model: nn.Module) -> No
         find_class("golden retreiver", imagenet)
     with pytest.raises(DataError, match="no single class is called 'qqq'; give its number"):
         find_class("qqq", imagenet)
-    with pytest.raises(DataError, match="the classes of this model have no names that are known here; .* not 'cat'"):
+    with pytest.raises(DataError, match="the names of this model's classes are not known; .* not 'cat'"):
         find_class("cat", None)
     labelled = named("hf ViTForImageClassification").build()
     assert class_names(labelled) is None

@@ -152,7 +152,7 @@ def test_a_recipe_names_no_files(saved: Path) -> None:
 
 
 def test_a_model_of_nowhere_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="does not say how it was built"):
+    with pytest.raises(ModelError, match="does not show how it was built"):
         hetdpt.save(nn.Sequential(nn.Linear(2, 2)), tmp_path / "saved")
 
 

@@ -177,7 +177,7 @@ def test_answers_of_huggingface_and_of_two_heads() -> None:
     torch.testing.assert_close(Classifier(model)(images), answer.logits)
     torch.testing.assert_close(pair_of(answer), (answer.cls_logits, answer.distillation_logits))
     torch.testing.assert_close(logits_of((images, images)), images)
-    with pytest.raises(ModelError, match="answers with logits, but this model gives list"):
+    with pytest.raises(ModelError, match="expected logits of an image classifier, but this model returns list"):
         logits_of([images])
 
 

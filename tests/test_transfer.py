@@ -157,7 +157,7 @@ def test_a_model_of_timm_without_a_head_gets_one(tmp_path: Path) -> None:
 
 def test_a_tower_without_a_place_for_a_head_is_refused(data: Data, tmp_path: Path) -> None:
     model = named("hf CLIPVisionModel").build()
-    text = "CLIPVisionModel has no head that could be made anew for other classes; give a classifier, such as"
+    text = "CLIPVisionModel has no head that could be replaced for other classes; give a classifier, such as"
     with pytest.raises(ModelError, match=text):
         list(transfer_into(tmp_path / "run", {"tower": model}, data, config("finetune")))
     assert not (tmp_path / "run").exists()

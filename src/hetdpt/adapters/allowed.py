@@ -1,7 +1,7 @@
 """What a file may say about how a model is built: which classes, which arguments, which values. Nothing is built here.
 
 A saved model may come from anyone. Constructors of timm and transformers take names of files, of repositories and of
-other models among their arguments, so that only what is listed here reaches them.
+other models among their arguments, so only what is listed here reaches them.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from hetdpt.core.plan import Anatomy, Kind, Site
 
 @dataclass(frozen=True)
 class Layout:
-    """How the values of a branch lie at some place: their shape without the images, and which axis of it has channels.
+    """The layout of a branch's values at some place: their shape without the images, and which axis has the channels.
 
     >>> Layout((196, 192), 1).vector, Layout((64, 14, 14), 0).vector
     ((1, 192), (64, 1, 1))
@@ -43,7 +43,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Parts:
-    """Paths of the modules of a residual branch that goes as a whole: entry (norm), core, exits (LayerScale, ...)."""
+    """Paths of the modules of a branch that is removed as a whole: entry (norm), core, exits (LayerScale, ...)."""
 
     entry: tuple[str, ...]
     core: str
@@ -59,11 +59,11 @@ class Parts:
     tail: tuple[str, ...]
     """Operations, other than with those parameters, between the gate and the sum."""
     extras: Extras
-    """What the core returns behind its tensor (:class:`hetdpt.core.gates.Removed`). No tuple: None."""
+    """What the core returns after its tensor (:class:`hetdpt.core.gates.Removed`). No tuple: None."""
     core_layout: Layout
     gate_layout: Layout
     is_direct: bool
-    """Whether values lie the same way from the stream to the gate: no windows are cut, nothing is rolled."""
+    """Whether the layout stays the same from the stream to the gate: no windows are cut, nothing is rolled."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Handle:
     owner: str
     """The module that adds the branch to the stream: the block."""
     parts: Parts | None
-    """None where the branch cannot go as a whole, which only matters to the removal ``drop`` of an FFN."""
+    """None where the branch cannot be removed as a whole, which only matters to the removal ``drop`` of an FFN."""
     ffn: Ffn | None = None
     bias: str | None = None
     """The parameter that was added to the stream right before this branch and that only this branch saw the effect of:
@@ -137,14 +137,14 @@ def _traced(model: nn.Module, input_size: tuple[int, int, int]) -> Trace:
         return trace(model, input_size)
     except ModelError as error:
         if tower := vision_tower_of(model):
-            raise ModelError(f"{error}; it takes text too: take its vision tower, model.{tower}") from error
+            raise ModelError(f"{error}; it takes text too: use its vision tower, model.{tower}") from error
         raise
 
 
 def _tokens_first(model: nn.Module, input_size: tuple[int, int, int], streams: list[Node]) -> set[int]:
-    """Return which of the streams, as they are for two images, have the images behind the tokens: (N, B, D).
+    """Return which of the streams, given those for two images, have the images after the tokens: (N, B, D).
 
-    A third image tells them from windows of two tokens, (B * windows, 2, D).
+    A third image distinguishes them from windows of two tokens, (B * windows, 2, D).
     """
     likely = [node.index for node in streams if len(node.shape) == 3 and node.shape[1] == 2 != node.shape[0]]
     nodes = trace(model, input_size, images=3).nodes if likely else []
@@ -269,7 +269,7 @@ def _activation(reading: Reading, branch: Branch, block: int) -> Handle:
 
 
 def _parts(reading: Reading, branch: Branch, inside: list[Inside], core: Inside) -> Parts:
-    """Return what goes when the whole branch goes; ``RefusedError`` where shapes would not hold."""
+    """Return the modules to remove with the whole branch; ``RefusedError`` where shapes would not match."""
     entry, exits = inside[: inside.index(core)], inside[inside.index(core) + 1 :]
     changing = next((m for m in (*entry, core, *exits) if not m.keeps_shape), None)
     if changing:
@@ -301,7 +301,7 @@ def _parts(reading: Reading, branch: Branch, inside: list[Inside], core: Inside)
 
 
 def _layout(reading: Reading, call: Call, inside: set[str]) -> Layout:
-    """Return how the output of a call lies; of maps of features (B, ., ., .) parameters tell where the channels are."""
+    """Return the layout of a call's output; in feature maps (B, ., ., .) parameters show where the channels are."""
     assert call.output is not None
     shape = call.output.shape[1:]
     if len(shape) < 3:
@@ -338,7 +338,7 @@ def _extras(core: Call, module: nn.Module) -> Extras:
     if not core.is_tuple:
         return None
     number = core.number_of(module, "output_attentions")
-    if len(core.results) == 1 and number is not None:  # a map follows, if it is asked for
+    if len(core.results) == 1 and number is not None:  # a map follows, if it is requested
         return (OnDemand(number),)
     numbers: list[int | None] = []
     for value in core.results[1:]:

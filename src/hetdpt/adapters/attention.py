@@ -1,6 +1,6 @@
-"""Where the layers of multi-head attention are, and which attributes hold its sizes, as a table of classes.
+"""The layers of multi-head attention and the attributes that hold its sizes, as a table of classes.
 
-Finding a site needs no such table; making attention narrower does, because its ``forward`` reads these attributes.
+Finding a site needs no such table; narrowing attention does, because its ``forward`` reads these attributes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from hetdpt.core.errors import ModelError
 
 @dataclass(frozen=True)
 class Names:
-    """What one class of attention calls its parts; q, k and v may be one layer."""
+    """The names of the parts of one class of attention; q, k and v may be one layer."""
 
     queries: str
     keys: str
@@ -24,11 +24,11 @@ class Names:
     head_dim: str
     scale: str
     width: str | None = None
-    """heads * head_dim, where the class keeps it."""
+    """heads * head_dim, where the class has it."""
     norms: tuple[str, ...] = ()
-    """Of the queries and of the keys, each over the dimensions of one head."""
+    """Norms of the queries and of the keys, each over the dimensions of one head."""
     foreign: tuple[str, ...] = ()
-    """Parts that most models leave out and that tie dimensions together in ways that are not known here."""
+    """Parts that most models do not use and that couple dimensions in ways hetdpt does not handle."""
 
     @property
     def sizes(self) -> tuple[str, ...]:
@@ -58,44 +58,44 @@ NAMES = {
 
 @dataclass(frozen=True)
 class Attention:
-    """One multi-head attention: its sizes, and where they are kept."""
+    """One multi-head attention: its sizes and where they are stored."""
 
     path: str
     heads: int
     head_dim: int
     queries: tuple[str, int]
-    """The layer that makes them, and the first of its rows that does; head after head."""
+    """The layer that computes them, and its first row that does; head after head."""
     keys: tuple[str, int]
     values: tuple[str, int]
     out: str
     norms: tuple[str, ...]
-    """Paths of the norms of queries and keys that do anything."""
+    """Paths of the norms of queries and keys that are not the identity."""
     names: Names
 
     @property
     def width(self) -> int:
-        """What ``out`` takes."""
+        """Input features of ``out``."""
         return self.heads * self.head_dim
 
     def attributes(self, heads: int, head_dim: int) -> dict[str, float]:
-        """Return the attributes that the module has once its sizes are these."""
+        """Return the attributes that the module has with these sizes."""
         values = (heads, head_dim, head_dim**-0.5, heads * head_dim)
-        return dict(zip(self.names.sizes, values, strict=False))  # the last only where the class keeps it
+        return dict(zip(self.names.sizes, values, strict=False))  # the last only where the class has it
 
 
 def attention_at(model: nn.Module, path: str) -> Attention:
-    """Return where the layers of the attention at ``path`` are; ``ModelError`` if its class is none of ``NAMES``."""
+    """Return the layers and sizes of the attention at ``path``; ``ModelError`` if its class is not in ``NAMES``."""
     module = model.get_submodule(path)
     kind = f"{type(module).__module__}.{type(module).__name__}"
     names = NAMES.get(kind)
     if names is None:
         raise ModelError(
-            f"{path} is {kind}, whose heads cannot be made narrower here; the models that can be are "
+            f"{path} is {kind}, whose heads hetdpt cannot narrow; it can for "
             "ViT, DeiT and DINOv2 of timm and HuggingFace, and the vision towers of CLIP and SigLIP"
         )
     parts = dict(module.named_children())
     if extra := [name for name in names.foreign if not isinstance(parts.get(name), nn.Identity | None)]:
-        raise ModelError(f"{path} has a {extra[0]} of its own, which no narrower one is known for; leave its width")
+        raise ModelError(f"{path} has its own {extra[0]}, which hetdpt cannot narrow; keep its width")
     layers = [f"{path}.{name}" for name in (names.queries, names.keys, names.values)]
     is_one = layers[0] == layers[1]
     rows = len(model.get_parameter(f"{layers[0]}.weight")) // (3 if is_one else 1)

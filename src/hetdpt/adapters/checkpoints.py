@@ -20,17 +20,17 @@ def load_weights(model: nn.Module, path: str | Path) -> nn.Module:
     if not path.is_file():
         raise FileError(f"the checkpoint {path} does not exist; give a .safetensors or .pth file")
     try:
-        with warnings.catch_warnings(action="ignore"):  # torch's, on a pickle it goes on to refuse
+        with warnings.catch_warnings(action="ignore"):  # torch's, on a pickle that it then refuses
             state = load_state_dict(str(path), weights_only=True)
     except Exception as error:  # what torch and timm raise on a file that is no checkpoint is of many classes
         why = first_line(error)
         if isinstance(error.__cause__ or error, pickle.UnpicklingError):
-            why = "it holds other objects than tensors, which could run code"
+            why = "it contains objects that are not tensors and could run code"
         elif isinstance(error, KeyError | AttributeError | TypeError):
-            why = "it is no dictionary of tensors"
-        raise FileError(f"the checkpoint {path} cannot be read: {why}; give a whole file with a state dict") from None
+            why = "it is not a dictionary of tensors"
+        raise FileError(f"the checkpoint {path} cannot be read: {why}; give a file with a state dict") from None
     if not all(isinstance(value, Tensor) for value in state.values()):
-        raise FileError(f"the checkpoint {path} holds other things than tensors by name; save its state_dict alone")
+        raise FileError(f"the checkpoint {path} contains more than named tensors; save only the state_dict")
     check_fit(model.state_dict(), state, str(path))
     model.load_state_dict(state)
     return model

@@ -1,4 +1,4 @@
-"""The maps of features that a model has after its blocks or stages, as its library gives them. Changes no model."""
+"""The feature maps of a model after its blocks or stages, as its library returns them. Changes no model."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hetdpt.adapters.huggingface import asking, is_hf, takes
+from hetdpt.adapters.huggingface import is_hf, takes, with_argument
 from hetdpt.adapters.models import feature_class_of
 from hetdpt.core.errors import DataError, ModelError
 
@@ -16,9 +16,9 @@ def feature_maps(model: nn.Module, images: Tensor, layers: Sequence[int] | None 
     """Return the maps (B, C, h, w) that ``model`` has of ``images`` (B, C, H, W) after ``layers``, in their order.
 
     A layer is a block of a plain ViT and a stage of a model that has stages, counted from 0 or, if negative, from the
-    last; None asks for all of them. A model that answers with maps by itself (timm's ``features_only``, the backbone
-    classes of transformers) has no others. The last map is normed as the head of the model sees it, where the library
-    can do that; timm's plain ViTs norm every map so.
+    last; None means all of them. A model that returns maps itself (timm's ``features_only``, the backbone
+    classes of transformers) has no others. The last map is normalised as the model's head sees it, where the library
+    can do that; timm's plain ViTs normalise every map that way.
 
     >>> import timm, torch
     >>> model = timm.create_model("vit_tiny_patch16_224", depth=2)
@@ -26,8 +26,8 @@ def feature_maps(model: nn.Module, images: Tensor, layers: Sequence[int] | None 
     [(1, 192, 14, 14), (1, 192, 14, 14)]
     """
     if not isinstance(images, Tensor) or images.ndim != 4:
-        came = tuple(images.shape) if isinstance(images, Tensor) else type(images).__name__
-        raise DataError(f"maps are made of images (B, C, H, W), but came {came}; give a batch of them")
+        got = tuple(images.shape) if isinstance(images, Tensor) else type(images).__name__
+        raise DataError(f"expected a batch of images (B, C, H, W), but got {got}")
     if answers_with_maps(model):
         return _chosen(_own_maps(model, images), layers)
     if is_hf(model):
@@ -46,7 +46,7 @@ def answers_with_maps(model: nn.Module) -> bool:
 
 
 def feature_net(model: Any, layers: Sequence[int] | int = 3) -> Any:
-    """Return timm's wrapper around ``model`` that answers with the maps of ``layers``, or of so many of the last.
+    """Return timm's wrapper around ``model`` that returns the maps of ``layers``, or of that many last ones.
 
     What the last of them does not need is taken out of ``model``.
     """
@@ -85,19 +85,19 @@ def _timm_maps(model: Any, images: Tensor, layers: Sequence[int] | None) -> list
 
 
 def _numbers(layers: Sequence[int] | None, count: int) -> list[int]:
-    """Return which of ``count`` layers are asked for, counted from 0."""
+    """Return the numbers of the requested layers among ``count``, from 0."""
     asked = range(count) if layers is None else layers
     if not asked:
-        raise ModelError("maps of at least one layer are to be asked for, and there is none")
+        raise ModelError("no layers were given; request the maps of at least one layer")
     for layer in asked:
         if not isinstance(layer, int) or not -count <= layer < count:
-            raise ModelError(f"this model has maps of layers 0-{count - 1}, but layer {layer!r} was asked for")
+            raise ModelError(f"this model has maps of layers 0-{count - 1}, not of layer {layer!r}")
     return [layer % count for layer in asked]
 
 
 def _hf_maps(model: Any, images: Tensor) -> list[Tensor]:
     tower = model.base_model if takes(model.base_model, "pixel_values") else model
-    with asking(tower, "output_hidden_states_before_downsampling"):
+    with with_argument(tower, "output_hidden_states_before_downsampling"):
         answer = tower(images, output_hidden_states=True)
     states = list(getattr(answer, "reshaped_hidden_states", None) or answer.hidden_states)[1:]
     if states[-1].ndim == 4:

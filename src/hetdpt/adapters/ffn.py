@@ -16,7 +16,7 @@ ZERO_TO_ZERO = MULTIPLICATIONS | {
 }
 
 
-# Operations of a gated FFN, which treats every token by itself.
+# Operations of a gated FFN, which treats every token separately.
 TOKENWISE = MULTIPLICATIONS | {
     *("addmm", "mm", "view", "_unsafe_view", "split", "slice", "clone", "add", "silu", "gelu", "relu", "sigmoid"),
     *("native_layer_norm", "split_with_sizes", "_to_copy", "clamp"),
@@ -73,14 +73,14 @@ def find_ffn(reading: Reading, branch: Branch, second: Call) -> Ffn | None:
 
 
 def is_gated(reading: Reading, core: Inside) -> bool:
-    """Whether a module multiplies two of its values and treats every token by itself."""
+    """Whether a module multiplies two of its values and treats every token separately."""
     ran = reading.ran_in(core.call)
     multiplies = any(reading.nodes[i].op in MULTIPLICATIONS and len(reading.sources(i)) >= 2 for i in ran)
     return multiplies and {reading.nodes[i].op for i in ran} <= TOKENWISE
 
 
 def _is_elementwise(reading: Reading, call: Call) -> bool:
-    """Whether a module works on every value by itself: a GELU does, a norm or a linear layer does not."""
+    """Whether a module works on every value separately: a GELU does, a norm or a linear layer does not."""
     ran = [reading.nodes[i] for i in reading.ran_in(call)]
     keeps_shape = call.output is not None and all(node.shape == call.output.shape for node in ran)
     is_layer = any("norm" in node.op or node.op in ("addmm", "mm", "bmm", "convolution") for node in ran)
@@ -123,7 +123,7 @@ def _with_neighbours(reading: Reading, branch: Branch, first: Call, activation: 
 
 
 def _scale(reading: Reading, second: Call) -> str | None:
-    """Return the parameter that scales each output feature of ``second`` directly behind it, if one does."""
+    """Return the parameter that scales each output feature of ``second`` directly after it, if there is one."""
     readers = reading.consumers[second.output_node or 0]
     factor = reading.factor(readers[0]) if len(readers) == 1 else None
     if factor is None or second.output is None:

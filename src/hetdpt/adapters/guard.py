@@ -1,7 +1,7 @@
 """A second line of defence while a model is built from a file; the first is :mod:`hetdpt.adapters.allowed`.
 
 Files outside of the installed libraries, sockets, processes and pickles are refused by Python's audit events. These do
-not tell of files that a compiled library opens by itself, so what safetensors would open is looked at beforehand.
+not report files that a compiled library opens itself, so the files that safetensors would open are checked before.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PATH_EVENTS = {
 REFUSED = ("socket.", "subprocess.", "os.system", "os.exec", "os.fork", "os.posix_spawn", "os.spawn", "pickle.")
 """How the names of other events begin that no constructor of a model has a reason for."""
 SYSTEM = ("/proc", "/sys")
-"""Where a system tells of itself: libraries ask how much memory there is, and how files are mounted."""
+"""Where the system describes itself: libraries query how much memory there is, and how files are mounted."""
 MOST_MODULES = 20_000
 """More than ten times as many as the largest model of timm has."""
 
@@ -59,7 +59,7 @@ def guarded(*directories: str | Path) -> Iterator[None]:
 
 
 def guarded_directory(name: str) -> AbstractContextManager[None]:
-    """Return ``guarded(name)`` where ``name`` is a directory; what has another name may be fetched, as was asked."""
+    """Return ``guarded(name)`` where ``name`` is a directory; any other name may be downloaded, as requested."""
     return guarded(*_own(Path(name))) if name and Path(name).is_dir() else nullcontext()
 
 
@@ -74,7 +74,7 @@ def require_own_weights(directory: Path) -> None:
 
 
 def _own(directory: Path) -> list[Path]:
-    """Return where the files of ``directory`` may be: in the hub's cache they are links to a folder beside it."""
+    """Return where the files of ``directory`` may be: in the hub's cache they are links to a folder next to it."""
     parent = directory.absolute().parent
     return [directory, parent.parent / "blobs"] if parent.name == "snapshots" else [directory]
 
@@ -89,7 +89,7 @@ def _names_own_files(index: Path) -> bool:
 
 @contextmanager
 def few_modules() -> Iterator[None]:
-    """Refuse to make more than ``MOST_MODULES`` modules: a number in a file may ask for billions of layers."""
+    """Refuse to make more than ``MOST_MODULES`` modules: a number in a file may request billions of layers."""
     count = 0
 
     def look(*_: Any) -> None:

@@ -1,7 +1,4 @@
-"""Any image classifier as one that answers with logits, whatever its library returns and however many heads it has.
-
-A head can be made anew for other classes.
-"""
+"""Heads of image classifiers: logits whatever a library returns, a new head for other classes, names of classes."""
 
 from __future__ import annotations
 
@@ -18,11 +15,11 @@ from hetdpt.adapters.huggingface import is_hf
 from hetdpt.core.errors import DataError, ModelError
 from hetdpt.core.randomness import seeded
 
-HEAD_STD = 0.02  # of the weights of a fresh head, as timm and transformers draw those of a new model
+HEAD_STD = 0.02  # of the weights of a new head, as timm and transformers initialise them
 
 
 class Classifier(nn.Module):
-    """``model``, answering with logits (B, classes); while it distils and trains, with a pair of them.
+    """``model``, returning logits (B, classes); while it distils and trains, a pair of them.
 
     The pair is (class head, distillation head). A model with one head gives its logits twice.
     """
@@ -33,9 +30,9 @@ class Classifier(nn.Module):
         self.is_distilling = False
 
     def set_distilled_training(self, enable: bool = True) -> None:
-        """Ask for pairs, under the name by which timm asks its own models."""
+        """Return pairs from now on, or not; timm calls this method of its own models by the same name."""
         self.is_distilling = enable
-        if hasattr(self.model, "set_distilled_training"):  # how timm marks its models with two heads
+        if hasattr(self.model, "set_distilled_training"):  # only timm's models with two heads have it
             self.model.set_distilled_training(enable)  # type: ignore[operator]
 
     def forward(self, images: Tensor) -> Any:
@@ -44,7 +41,7 @@ class Classifier(nn.Module):
 
 
 def logits_of(answer: Any) -> Tensor:
-    """Return the logits (B, classes) in what a classifier answered."""
+    """Return the logits (B, classes) in a classifier's output."""
     if isinstance(answer, Tensor):
         return answer
     if isinstance(answer, tuple) and len(answer) == 2 and all(isinstance(head, Tensor) for head in answer):
@@ -52,14 +49,14 @@ def logits_of(answer: Any) -> Tensor:
     logits = getattr(answer, "logits", None)  # an output of transformers
     if not isinstance(logits, Tensor):
         raise ModelError(
-            f"an image classifier answers with logits, but this model gives {type(answer).__name__}; "
+            f"expected logits of an image classifier, but this model returns {type(answer).__name__}; "
             "build it with a classification head (num_classes of timm, ...ForImageClassification of transformers)"
         )
     return logits
 
 
 def pair_of(answer: Any) -> tuple[Tensor, Tensor]:
-    """Return (class head, distillation head) in what a classifier answered; one head counts for both."""
+    """Return (class head, distillation head) in a classifier's output; one head counts for both."""
     if isinstance(answer, tuple) and len(answer) == 2:
         return answer
     heads = getattr(answer, "cls_logits", None), getattr(answer, "distillation_logits", None)
@@ -70,10 +67,10 @@ def pair_of(answer: Any) -> tuple[Tensor, Tensor]:
 
 
 def with_head_(model: nn.Module, classes: int, heads: tuple[str, ...], seed: int = 0) -> nn.Module:
-    """Give ``model`` a fresh head for ``classes`` classes and return it; all that is before the head stays.
+    """Give ``model`` a new head for ``classes`` classes and return it; everything before the head stays.
 
-    ``heads`` are the paths of the linear layers that make its logits. Each is replaced by a new one, its weights normal
-    with standard deviation 0.02, its biases 0. Without any, a model of timm gets the head that timm has for it.
+    ``heads`` are the paths of the linear layers that compute its logits. Each is replaced by a new one with normal
+    weights of standard deviation 0.02 and biases 0. Without any, a timm model gets the head that timm makes for it.
 
     >>> import timm
     >>> model = timm.create_model("vit_tiny_patch16_224", depth=1)
@@ -95,11 +92,11 @@ def with_head_(model: nn.Module, classes: int, heads: tuple[str, ...], seed: int
 
 
 def _add_head(model: nn.Module, classes: int) -> tuple[str, ...]:
-    """Give a model of timm that has no head one, and return its paths; ``ModelError`` for any other model."""
-    reset: Any = getattr(model, "reset_classifier", None)  # how timm changes heads
+    """Add a head to a timm model that has none and return its paths; ``ModelError`` for any other model."""
+    reset: Any = getattr(model, "reset_classifier", None)  # timm's method that replaces the head
     if reset is None:
         raise ModelError(
-            f"{type(model).__name__} has no head that could be made anew for other classes; give a classifier, such as "
+            f"{type(model).__name__} has no head that could be replaced for other classes; give a classifier, such as "
             "...ForImageClassification of transformers"
         )
     reset(classes)
@@ -109,7 +106,7 @@ def _add_head(model: nn.Module, classes: int) -> tuple[str, ...]:
 
 
 def _tell_classes(model: nn.Module, classes: int, heads: tuple[str, ...]) -> None:
-    """Set what a model, and each module around its heads, says of the number of classes."""
+    """Set the number of classes that a model, and each module around its heads, reports."""
     config: Any = getattr(model, "config", None)
     if config is not None:  # of transformers, which makes the names of classes from it
         config.num_labels = classes
@@ -125,7 +122,7 @@ IMAGENET = 1000
 
 
 def class_names(model: nn.Module) -> tuple[str, ...] | None:
-    """Return a name for each class; None where nobody knows.
+    """Return a name for each class; None where they are not known.
 
     The labels in the config of a transformers model, if each class has one; of a timm model with 1,000 classes, those
     of ImageNet.
@@ -149,7 +146,7 @@ def _imagenet() -> tuple[str, ...]:
 
 
 def find_class(text: str, names: Sequence[str] | None) -> int:
-    """Return the class that ``text`` means: a number, or a name that one class alone has, whole or in part.
+    """Return the class that ``text`` means: a number, or a name, whole or in part, that only one class has.
 
     >>> find_class("7", None), find_class("tabby", ["tabby, tabby cat", "tiger cat"])
     (7, 0)
@@ -157,7 +154,7 @@ def find_class(text: str, names: Sequence[str] | None) -> int:
     if text.removeprefix("-").isdecimal():
         return int(text)
     if names is None:
-        raise DataError(f"the classes of this model have no names that are known here; give a number, not {text!r}")
+        raise DataError(f"the names of this model's classes are not known; give the number of a class, not {text!r}")
     word = text.casefold()
     synonyms = {number: [part.strip().casefold() for part in name.split(",")] for number, name in enumerate(names)}
     whole = [number for number, parts in synonyms.items() if word in parts or word == names[number].casefold()]

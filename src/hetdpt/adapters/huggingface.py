@@ -1,4 +1,4 @@
-"""Questions about any model of transformers. The library is imported only where one is met."""
+"""What hetdpt needs to know of models of transformers. The library is imported only if there is such a model."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from hetdpt.core.errors import ModelError
 
 
 def is_hf(model: nn.Module) -> bool:
-    """Whether a model is of transformers, without importing it for one that is not."""
+    """Whether a model is of transformers; the library is not imported to find out."""
     return any(cls.__module__ == "transformers.modeling_utils" for cls in type(model).__mro__)
 
 
 def import_transformers() -> Any:
-    """Return the library, with all that its models have in common imported: some of that starts a process (lscpu)."""
+    """Return the library, with what all its models need imported: some of that starts a process (lscpu)."""
     try:
         import transformers
     except ImportError:
         raise ModelError("models of HuggingFace need transformers; install hetdpt[hf]") from None
-    transformers.PreTrainedModel  # noqa: B018 - the library imports it when it is asked for
+    transformers.PreTrainedModel  # noqa: B018 - the library imports it when it is first accessed
     return transformers
 
 
@@ -48,12 +48,12 @@ def require_images(model: nn.Module) -> None:
     if not is_video and not given.startswith("input_"):  # input_ids, input_values, input_features
         return
     if tower := vision_tower_of(model):
-        raise ModelError(f"{type(model).__name__} takes text as well as images; take its vision tower: model.{tower}")
-    raise ModelError(f"{type(model).__name__} is not an image model: it takes {given}, and pixel_values were expected")
+        raise ModelError(f"{type(model).__name__} takes text as well as images; use its vision tower: model.{tower}")
+    raise ModelError(f"{type(model).__name__} is not an image model: expected pixel_values, but it takes {given}")
 
 
 def vision_tower_of(model: nn.Module) -> str | None:
-    """Return where in a model of transformers that takes text the part is that takes images; None if there is none."""
+    """Return the path of the part that takes images in a transformers model that also takes text; None if none does."""
     hf_model: Any = model
     if not is_hf(model):
         return None
@@ -68,7 +68,7 @@ def _first_argument(module: nn.Module) -> str:
 
 @contextmanager
 def silent(transformers: Any) -> Iterator[None]:
-    """Keep the reports and progress bars of transformers off the terminal."""
+    """Suppress the log messages and progress bars of transformers."""
     logging = transformers.utils.logging
     level, has_bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity(logging.CRITICAL)
@@ -81,8 +81,8 @@ def silent(transformers: Any) -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-class Asked:
-    """Forward pre-hook that makes one argument of its module true, in the place where it is given."""
+class SetArgument:
+    """Forward pre-hook that sets one argument of its module to True, whether it is passed by position or by name."""
 
     def __init__(self, module: nn.Module, name: str) -> None:
         self.name = name
@@ -99,27 +99,24 @@ def takes(module: nn.Module, name: str) -> bool:
     return name in signature(type(module).forward).parameters
 
 
-def ask(model: nn.Module, name: str) -> list[RemovableHandle]:
-    """Make the argument ``name`` true in every module of ``model`` that has it, for as long as the hooks stay.
-
-    Where it is so already, nothing changes.
-    """
+def set_argument(model: nn.Module, name: str) -> list[RemovableHandle]:
+    """Set the argument ``name`` to True in every module of ``model`` that has it, until the hooks are removed."""
     return [
-        module.register_forward_pre_hook(Asked(module, name), with_kwargs=True)
+        module.register_forward_pre_hook(SetArgument(module, name), with_kwargs=True)
         for module in model.modules()
-        if takes(module, name) and not is_asked(module, name)
+        if takes(module, name) and not is_argument_set(module, name)
     ]
 
 
-def is_asked(module: nn.Module, name: str) -> bool:
-    """Whether ``ask`` has made the argument ``name`` of ``module`` true."""
-    return any(isinstance(hook, Asked) and hook.name == name for hook in module._forward_pre_hooks.values())
+def is_argument_set(module: nn.Module, name: str) -> bool:
+    """Whether ``set_argument`` has set the argument ``name`` of ``module``."""
+    return any(isinstance(hook, SetArgument) and hook.name == name for hook in module._forward_pre_hooks.values())
 
 
 @contextmanager
-def asking(model: nn.Module, name: str) -> Iterator[None]:
-    """Do what ``ask`` does, for a while."""
-    hooks = ask(model, name)
+def with_argument(model: nn.Module, name: str) -> Iterator[None]:
+    """Set the argument ``name`` to True, as ``set_argument`` does, inside the context."""
+    hooks = set_argument(model, name)
     try:
         yield
     finally:

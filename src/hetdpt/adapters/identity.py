@@ -1,4 +1,4 @@
-"""What a model is known by wherever a run is continued. Says nothing of where a model lies or what it is called."""
+"""What identifies a model when a run is resumed, wherever the model is stored and whatever it is called."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from hetdpt.core.modules import digest
 
 
 def fingerprint(model: nn.Module) -> str:
-    """Return a checksum of all that decides what ``model`` makes of an image: layers, weights, and the image's size.
+    """Return a checksum of everything that decides a model's output for an image: layers, weights, and image size.
 
-    Swin for 224 and for 448 pixels prints alike and has the same weights, and the mean that is taken off an image is in
-    no module; so the size and the preprocessing count beside what ``modules.digest`` sees.
+    Swin for 224 and for 448 pixels prints alike and has the same weights, and the mean that is subtracted is in no
+    module; so the size and the preprocessing count in addition to what ``modules.digest`` sees.
     """
-    wants = [_said(input_size_of, model), _said(lambda model: asdict(preprocessing_of(model)), model)]
+    wants = [_known(input_size_of, model), _known(lambda model: asdict(preprocessing_of(model)), model)]
     return hashlib.sha256(json.dumps([digest(model), *wants]).encode()).hexdigest()
 
 
-def _said(ask: Callable[[nn.Module], Any], model: nn.Module) -> Any:
-    """Return what ``model`` answers; None where it does not say, which is for those to refuse who need it."""
+def _known(question: Callable[[nn.Module], Any], model: nn.Module) -> Any:
+    """Return what ``question`` finds out; None where the model does not say, which callers refuse if they need it."""
     try:
-        return ask(model)
+        return question(model)
     except ModelError:
         return None

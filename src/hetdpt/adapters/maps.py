@@ -1,7 +1,7 @@
-"""What a model attends to as it runs: its attention maps, in the graph of its answer.
+"""The attention maps of a model as it runs, in the autograd graph of its output.
 
-Seen in a copy around the same weights: attention runs as two products and a softmax there, also where it is one fused
-operator, and the model itself is not touched. No ``forward`` is copied.
+They are recorded in a copy that shares the weights, in which attention runs as two products and a softmax even where
+it is one fused operator. The model itself is not changed, and no ``forward`` is copied.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ SOFTMAXES = (F.softmax, torch.softmax, Tensor.softmax)
 
 @dataclass(frozen=True)
 class ForwardRecord:
-    """What was seen of one forward pass, all of it in the graph."""
+    """What was recorded of one forward pass, all of it in the autograd graph."""
 
     answer: Any
     maps: tuple[Tensor, ...]
     """Of each attention: (B, heads, N, N), or (B windows, heads, N, N); rows sum to 1."""
     end: Tensor
-    """What the block of the last of them gives."""
+    """The output of the block of the last of them."""
     grid: tuple[int, int] | None
-    """Rows and columns of what the last convolution before the first of them gives."""
+    """Rows and columns of the output of the last convolution before the first of them."""
 
 
 def look(model: nn.Module, handles: Sequence[Handle], images: Tensor) -> ForwardRecord:
-    """Return the answer to ``images`` (B, C, H, W), and the attention maps of ``handles``; ``ModelError`` without any.
+    """Return the output for ``images`` (B, C, H, W) and the attention maps of ``handles``; ``ModelError`` without any.
 
-    Gradients reach the maps also where no weight wants any.
+    Gradients reach the maps even where no weight requires them.
     """
     probe = differentiable(model)
     watch, grids, ends = _MapWatch(), list[tuple[int, int]](), list[Tensor]()
@@ -65,7 +65,7 @@ def look(model: nn.Module, handles: Sequence[Handle], images: Tensor) -> Forward
     for handle in handles:
         if len(watch.maps.get(handle.site.path, ())) != 1:
             raise ModelError(
-                f"{handle.site.path} was expected to attend by one softmax, or one call of torch's fused operator, and "
+                f"{handle.site.path} was expected to compute one softmax, or one call of torch's fused operator, but "
                 f"has {len(watch.maps.get(handle.site.path, ()))}; relevance is not defined for it"
             )
     maps = tuple(watch.maps[handle.site.path][0] for handle in handles)
@@ -73,16 +73,16 @@ def look(model: nn.Module, handles: Sequence[Handle], images: Tensor) -> Forward
 
 
 def differentiable(model: nn.Module) -> nn.Module:
-    """Return a copy around the same weights, in eval mode, that keeps what a gradient needs instead of recomputing."""
+    """Return a copy that shares the weights, in eval mode, without gradient checkpointing."""
     probe = clone(model).eval()
     for module in probe.modules():
-        if vars(module).get("grad_checkpointing"):  # timm, where it holds in eval mode too
+        if vars(module).get("grad_checkpointing"):  # timm applies it in eval mode as well
             vars(module)["grad_checkpointing"] = False
     return probe
 
 
 class _MapWatch(TorchFunctionMode):
-    """Keeps the attention maps of modules that say when they begin and end."""
+    """Records the attention maps of modules that report when they begin and end."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -122,7 +122,7 @@ class _MapWatch(TorchFunctionMode):
     ) -> Tensor:
         """Return softmax(scale q k + mask) v, as torch's fused operator does in eval mode."""
         if is_causal or enable_gqa:
-            raise ModelError(f"{self.now} hides later tokens or shares keys, for which relevance is not defined")
+            raise ModelError(f"{self.now} is causal or shares keys between heads; relevance is not defined for it")
         scores = (query @ key.mT) * (query.shape[-1] ** -0.5 if scale is None else scale)  # (B, heads, N, N)
         if attn_mask is not None and attn_mask.dtype == torch.bool:
             scores = scores.masked_fill(~attn_mask, -torch.inf)

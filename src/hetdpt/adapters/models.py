@@ -1,4 +1,4 @@
-"""Models by name, and from what a model was built, so that it can be built again. The libraries are known only here."""
+"""Models by name, and what a model was built from, so that it can be rebuilt. Only this module knows the libraries."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch import nn
 from hetdpt.adapters.allowed import LARGEST, require_allowed, settings_of
 from hetdpt.adapters.checkpoints import load_weights
 from hetdpt.adapters.guard import few_modules, guarded, guarded_directory, require_own_weights
-from hetdpt.adapters.huggingface import ask, find_class, import_transformers, is_hf, require_images, silent
+from hetdpt.adapters.huggingface import find_class, import_transformers, is_hf, require_images, set_argument, silent
 from hetdpt.core.errors import HetDPTError, ModelError, first_line
 from hetdpt.core.gates import Removed
 from hetdpt.store.atomic import parse_json
@@ -25,13 +25,13 @@ from hetdpt.store.atomic import parse_json
 BASE = "_hetdpt_base"
 SIZE = "_hetdpt_size"
 HF_PREFIX = "hf:"
-# timm's wrappers that answer with maps of features, and how to ask for each.
+# timm's wrappers that return feature maps, and the argument that requests each.
 FEATURE_NETS = {f"Feature{name.title()}Net": name for name in ("getter", "list", "dict", "hook")}
 
 
 @dataclass(frozen=True)
 class Base:
-    """From what a model was built: a timm architecture or a transformers class, and its arguments (plain JSON).
+    """What a model was built from: a timm architecture or a transformers class, and its arguments (plain JSON).
 
     >>> Base("timm", "vit_tiny_patch16_224", {"num_classes": 10}).name
     'vit_tiny_patch16_224'
@@ -62,8 +62,8 @@ def create(
 ) -> nn.Module:
     """Return the model called ``name``, in eval mode: a timm name, or ``hf:`` and a hub name, directory or model type.
 
-    ``weights`` is a checkpoint file that must fit exactly; ``pretrained`` asks the library for its own weights;
-    ``is_empty`` wants no weights at all (parameters on the meta device), only the structure.
+    ``weights`` is a checkpoint file that must fit exactly; ``pretrained`` downloads the library's own weights;
+    ``is_empty`` makes only the structure, without weights (parameters on the meta device).
     """
     is_empty = is_empty and not (weights or pretrained)
     if name.startswith(HF_PREFIX):
@@ -81,7 +81,7 @@ def create(
 
 
 def build(base: Base, *, pretrained: bool = False, is_empty: bool = False) -> nn.Module:
-    """Return a new model as ``base`` says; ``is_empty`` leaves its parameters on the meta device."""
+    """Return a new model built from ``base``; ``is_empty`` leaves its parameters on the meta device."""
     from accelerate import init_empty_weights
 
     if base.library not in ("timm", "transformers"):
@@ -101,7 +101,7 @@ def build(base: Base, *, pretrained: bool = False, is_empty: bool = False) -> nn
 
 
 def rebuild(base: Base, *, is_empty: bool = False) -> nn.Module:
-    """Return a new model as ``base`` says, which may come from a stranger's file: see ``allowed`` and ``guard``."""
+    """Return a new model built from ``base``, which may come from an untrusted file: see ``allowed`` and ``guard``."""
     if base.library == "timm":
         _require_in_timm(base.name)
     require_allowed(base)
@@ -110,25 +110,25 @@ def rebuild(base: Base, *, is_empty: bool = False) -> nn.Module:
 
 
 def base_of(model: nn.Module) -> Base:
-    """Return from what ``model`` was built, as far as it tells; ``ModelError`` where it does not."""
+    """Return what ``model`` was built from, as far as the model shows; ``ModelError`` where it does not."""
     base: Base | None = vars(model).get(BASE)
     config = getattr(model, "pretrained_cfg", None)
     if isinstance(config, dict) and config.get("architecture") and (base is None or base.library == "timm"):
         known = base or Base("timm", config["architecture"])
         shown = _timm_arguments(model, config, known)
-        if "drop_path_rate" in known.arguments:  # what shows is less once the last block has lost its branches
+        if "drop_path_rate" in known.arguments:  # it shows a lower rate once the branches of the last block are removed
             shown.pop("drop_path_rate", None)
         return Base("timm", known.name, {**known.arguments, **shown})
     if is_hf(model):
         return Base("transformers", type(model).__name__, _hf_arguments(model.config))
     raise ModelError(
-        f"{type(model).__name__} does not say how it was built: a model of timm or transformers was expected; "
+        f"{type(model).__name__} does not show how it was built; expected a model of timm or transformers; "
         "pass base=hetdpt.Base(library, name, arguments)"
     )
 
 
 def input_size_of(model: nn.Module) -> tuple[int, int, int]:
-    """Return the image size (C, H, W) that ``model`` was made for, or was given since (``set_size_``)."""
+    """Return the image size (C, H, W) that ``model`` was built for or resized to (``set_size_``)."""
     require_images(model)
     network = _network(model)
     config = getattr(model, "pretrained_cfg", None) or {}
@@ -143,23 +143,23 @@ def input_size_of(model: nn.Module) -> tuple[int, int, int]:
             break
     else:
         base: Base | None = vars(model).get(BASE)
-        asked = base.arguments.get("img_size") if base else None
-        height, width = (asked, asked) if isinstance(asked, int) else (height, width)
+        side = base.arguments.get("img_size") if base else None
+        height, width = (side, side) if isinstance(side, int) else (height, width)
     channels = _channels(network) or channels
     height, width = vars(model).get(SIZE, (height, width))
     if height is None or width is None:
         raise ModelError(
-            f"{type(model).__name__} does not say its image size, as a vision model would; "
+            f"{type(model).__name__} does not have an image size, as a vision model would; "
             "from Python, pass input_size=(3, height, width)"
         )
     return channels, height, width
 
 
 def set_size_(model: nn.Module, height: int, width: int) -> None:
-    """Make ``model`` take images of that size, by the means of its library; whether it does is not tried.
+    """Make ``model`` take images of that size, by its library's own means; no image is run to check it.
 
-    Embeddings of positions are interpolated, by timm once and for all, by transformers whenever the model runs; windows
-    stay as large as they are. A model that has neither is only told the size.
+    Position embeddings are interpolated, by timm once, by transformers whenever the model runs; windows keep their
+    size. For a model that has neither, only the size is recorded.
     """
     network: Any = _network(model)
     for side in (height, width):
@@ -170,7 +170,7 @@ def set_size_(model: nn.Module, height: int, width: int) -> None:
         vars(model)[BASE] = replace(base, arguments={**base.arguments, "img_size": [height, width]})
         return
     if is_hf(model):
-        ask(model, "interpolate_pos_encoding")
+        set_argument(model, "interpolate_pos_encoding")
     vars(model)[SIZE] = (height, width)
 
 
@@ -180,31 +180,31 @@ def _set_timm_size(network: Any, size: tuple[int, int]) -> None:
         windows = [vars(module)["window_size"] for module in network.modules() if "window_size" in vars(module)]
         options["window_size"] = max(windows)  # where maps are smaller than that, so are windows
     is_learning = {name: parameter.requires_grad for name, parameter in network.named_parameters()}
-    gone = [module for module in network.modules() if isinstance(module, Removed)]
-    for module in gone:  # blocks tell their attention of its windows, also where it is no longer there
+    removed = [module for module in network.modules() if isinstance(module, Removed)]
+    for module in removed:  # blocks call this method of their attention, even if it was removed
         vars(module)["set_window_size"] = lambda *_, **__: None
     try:
         network.set_input_size(**options)
     finally:
-        for module in gone:
+        for module in removed:
             del vars(module)["set_window_size"]
     for name, parameter in network.named_parameters():
         parameter.requires_grad_(is_learning.get(name, True))
 
 
 def _network(model: nn.Module) -> nn.Module:
-    """Return the model inside of timm's wrapper that answers with maps, or the model."""
+    """Return the model inside timm's wrapper that returns feature maps, or the model itself."""
     return model.get_submodule("model") if feature_class_of(model) == "getter" else model
 
 
 def feature_class_of(model: nn.Module) -> str | None:
-    """Return by what name timm makes the wrapper that ``model`` is, which answers with maps; None if it is no such."""
+    """Return timm's name for the kind of feature-map wrapper that ``model`` is; None if it is not one."""
     is_wrapper = type(model).__module__ == "timm.models._features"
     return FEATURE_NETS.get(type(model).__name__) if is_wrapper else None
 
 
 def num_classes_of(model: nn.Module) -> int:
-    """Return how many classes the head of ``model`` tells apart; ``ModelError`` if it has no head."""
+    """Return the number of classes of the head of ``model``; ``ModelError`` if it has no head."""
     if is_hf(model):  # config.num_labels is there also for a bare tower
         config: Any = model.config
         classes = config.num_labels if "ForImageClassification" in type(model).__name__ else 0
@@ -212,14 +212,14 @@ def num_classes_of(model: nn.Module) -> int:
         classes = getattr(model, "num_classes", 0)
     if not isinstance(classes, int) or classes < 1:
         raise ModelError(
-            f"{type(model).__name__} has no classification head to compare labels with; a classifier was expected, "
+            f"{type(model).__name__} has no classification head; expected a classifier, "
             "such as a timm model with num_classes above 0"
         )
     return classes
 
 
 def unfuse_(model: nn.Module) -> nn.Module:
-    """Make attention run as two products and a softmax instead of one fused operator; the function stays the same."""
+    """Make attention run as two products and a softmax instead of one fused operator; it computes the same."""
     for module in model.modules():
         if vars(module).get("fused_attn"):  # timm
             vars(module)["fused_attn"] = False
@@ -230,9 +230,9 @@ def unfuse_(model: nn.Module) -> nn.Module:
 
 
 def fused(module: nn.Module) -> nn.Module:
-    """Return ``module`` or, where its attention does not run as one fused operator, a copy of it that has it so.
+    """Return ``module``, or a copy of it whose attention runs as one fused operator where it does not yet.
 
-    The copy is around the same children and tensors.
+    The copy shares the children and tensors.
     """
     config: Any = vars(module).get("config")
     implementation = getattr(config, "_attn_implementation", None)
@@ -270,11 +270,11 @@ def _require_in_timm(name: str) -> None:
 
 
 def _timm_arguments(model: nn.Module, config: dict[str, Any], known: Base) -> dict[str, Any]:
-    """Return the arguments of a timm model that can be read off it and may differ from its architecture's."""
+    """Return the arguments of a timm model that can be read from it and may differ from its architecture's defaults."""
     arguments: dict[str, Any] = {}
-    if asked := feature_class_of(model):
+    if kind := feature_class_of(model):
         info: Any = model.feature_info
-        arguments |= {"features_only": True, "feature_cls": asked, "out_indices": list(info.out_indices)}
+        arguments |= {"features_only": True, "feature_cls": kind, "out_indices": list(info.out_indices)}
     model = _network(model)
     classes = getattr(model, "num_classes", None)
     if isinstance(classes, int):
@@ -290,13 +290,13 @@ def _timm_arguments(model: nn.Module, config: dict[str, Any], known: Base) -> di
     if getattr(model, "dynamic_img_size", False):
         arguments["dynamic_img_size"] = True
     rates = [vars(module)["drop_prob"] for module in model.modules() if type(module).__name__ == "DropPath"]
-    if rates:  # they grow from block to block up to the rate that was asked for
+    if rates:  # they grow from block to block up to drop_path_rate
         arguments["drop_path_rate"] = float(max(rates))
     return arguments
 
 
 def _channels(model: nn.Module) -> int | None:
-    """Return the channels of the images as the first layer tells, where that is timm's plain patch embedding."""
+    """Return the image channels of the first layer, where that is timm's plain patch embedding."""
     embed = getattr(model, "patch_embed", None)
     is_plain = type(embed).__module__ == "timm.layers.patch_embed" and type(embed).__name__ == "PatchEmbed"
     return int(embed.proj.in_channels) if is_plain else None  # type: ignore[union-attr]
@@ -310,7 +310,7 @@ def _build_hf(base: Base) -> nn.Module:
 
 def _hf_arguments(config: Any) -> dict[str, Any]:
     arguments = _plain(settings_of(config))
-    if config._attn_implementation == "eager":  # others are ways to compute the same, which need not be there later
+    if config._attn_implementation == "eager":  # others compute the same, and need not be available later
         arguments["attn_implementation"] = "eager"
     return arguments
 
@@ -335,7 +335,7 @@ def _create_hf(name: str, pretrained: bool, is_empty: bool, num_classes: int | N
 
 
 def _load_hf(transformers: Any, name: str, base: Base, num_classes: int | None, img_size: int | None) -> nn.Module:
-    """Return the model of a hub name or directory with its weights, built as ``base`` says and no other way."""
+    """Return the model of a hub name or directory with its weights, built exactly as ``base`` says."""
     model_class = getattr(transformers, base.name)
     given = {"num_classes": num_classes, "img_size": img_size}
     sizes = ", ".join(f"{key}={value}" for key, value in given.items() if value is not None)
@@ -348,7 +348,7 @@ def _load_hf(transformers: Any, name: str, base: Base, num_classes: int | None, 
         raise
     except Exception as error:  # missing, damaged or of other shapes; transformers and safetensors have many classes
         if sizes:
-            raise ModelError(f"the weights of hf:{name} do not fit {sizes}; leave out what was changed") from None
+            raise ModelError(f"the weights of hf:{name} do not fit {sizes}; leave those options out") from None
         raise ModelError(f"hf:{name} cannot be loaded: {first_line(error)}") from None
 
 
@@ -367,7 +367,7 @@ def _hf_config(transformers: Any, name: str, changes: dict[str, Any]) -> Any:
 
 
 def _require_few_labels(file: Path) -> None:
-    """Raise ``ModelError`` where transformers would make up more names of classes than a machine has memory for."""
+    """Raise ``ModelError`` where transformers would generate more class names than fit in memory."""
     try:
         values = parse_json(file.read_bytes()) if file.is_file() else {}
     except ValueError as error:
@@ -376,11 +376,11 @@ def _require_few_labels(file: Path) -> None:
     for each in (values, *inner):
         labels = each.get("num_labels", 0) if isinstance(each, dict) else 0
         if not isinstance(labels, int) or not 0 <= labels <= LARGEST:
-            raise ModelError(f"{file} has num_labels={reprlib.repr(labels)}; a number up to {LARGEST} was expected")
+            raise ModelError(f"{file} has num_labels={reprlib.repr(labels)}; expected a number up to {LARGEST}")
 
 
 def _hf_base(transformers: Any, config: Any) -> Base:
-    """Return how a model with ``config`` is built; where it has several parts (CLIP, SigLIP), its vision tower."""
+    """Return the base of a model with ``config``; where it has several parts (CLIP, SigLIP), of its vision tower."""
     tower = getattr(config, "vision_config", None)
     config = tower if isinstance(tower, transformers.PreTrainedConfig) else config
     return Base("transformers", _hf_class(transformers, config), _hf_arguments(config))
@@ -394,7 +394,7 @@ def _hf_class(transformers: Any, config: Any) -> str:
     plain = transformers.models.auto.modeling_auto.MODEL_MAPPING_NAMES
     found = classifiers.get(config.model_type) or plain.get(config.model_type)
     found = found[0] if isinstance(found, tuple | list) else found
-    tower = f"{type(config).__name__.removesuffix('Config')}Model"  # of a vision_config that has no entry of its own
+    tower = f"{type(config).__name__.removesuffix('Config')}Model"  # for a vision_config without its own entry
     found = found or (tower if hasattr(transformers, tower) else None)
     if not found:
         raise ModelError(f"transformers has no image classifier for model type {config.model_type!r}")
@@ -412,6 +412,6 @@ def _check_divisible(model: nn.Module, img_size: int) -> None:
 
 
 def _plain(values: dict[str, Any]) -> dict[str, Any]:
-    """Return ``values`` as they are after a trip through JSON."""
+    """Return ``values`` after a JSON round trip."""
     plain: dict[str, Any] = json.loads(json.dumps(values, default=str))
     return plain

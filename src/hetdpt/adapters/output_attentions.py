@@ -1,4 +1,4 @@
-"""``output_attentions`` of models of transformers that have lost layers: the maps of the others keep their places."""
+"""``output_attentions`` of pruned models of transformers: the maps of the remaining layers keep their positions."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from hetdpt.core.modules import clone
 
 
 class KeepPlaces:
-    """Forward hook: puts None into ``attentions`` for each layer that is removed, or whose gate is closed."""
+    """Forward hook that puts None into ``attentions`` for each layer that is removed or whose gate is closed."""
 
     def __init__(self, paths: tuple[str, ...]) -> None:
         self.paths = paths
-        """Of the layer that each map of the dense model is of; empty for one that cannot be removed."""
+        """The layer of each map of the dense model; empty for one that cannot be removed."""
 
     def __call__(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         config: Any = module.config
@@ -30,16 +30,16 @@ class KeepPlaces:
             return
         if is_plain or len(maps) not in (len(removed), removed.count(False)):
             raise ModelError(
-                f"{type(module).__name__} has lost attention layers, and whose the attention maps of the others are "
-                "cannot be told; call it without output_attentions, or without return_dict=False"
+                f"attention layers of {type(module).__name__} were removed, and its attention maps cannot be "
+                "matched to the others; call it without output_attentions, or without return_dict=False"
             )
         if len(maps) < len(removed):
             rest = iter(maps)
-            output["attentions"] = tuple(None if is_gone else next(rest) for is_gone in removed)
+            output["attentions"] = tuple(None if is_removed else next(rest) for is_removed in removed)
 
 
 def keep_places_(model: nn.Module, found: Survey) -> None:
-    """Make a model of transformers return as many attention maps as ever, and parts of it that can run alone too."""
+    """Make a model of transformers, and each part of it that can run alone, return as many attention maps as before."""
     paths = _paths(model, found) if is_hf(model) else ()
     for path, module in model.named_modules():
         prefix = f"{path}." if path else ""
@@ -49,7 +49,7 @@ def keep_places_(model: nn.Module, found: Survey) -> None:
 
 
 def _paths(model: nn.Module, found: Survey) -> tuple[str, ...]:
-    """Return the path of the attention that each map is of, as the dense model returns them; empty if of no site."""
+    """Return the path of the attention of each map, in the order of the dense model; empty for one that is no site."""
     probe = clone(model)
     for module in probe.modules():
         if is_hf(module):
@@ -57,7 +57,7 @@ def _paths(model: nn.Module, found: Survey) -> tuple[str, ...]:
             config._attn_implementation, config.output_attentions, config.output_hidden_states = "eager", True, True
     try:
         seen = trace(probe, found.input_size)
-    except ModelError:  # it cannot return any
+    except ModelError:  # it does not return any
         return ()
     cores = {handle.parts.core for handle in found.handles if handle.site.kind == "attention" and handle.parts}
     calls = [call for call in seen.calls if call.path in cores]

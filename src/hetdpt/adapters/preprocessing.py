@@ -1,4 +1,4 @@
-"""What a model wants its images to be, as its library tells. Changes no image."""
+"""How a model's images are preprocessed, as its library specifies. Changes no image."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PREPROCESSING = "_hetdpt_preprocessing"
 # The numbers that PIL gives to its filters, which transformers stores, and their names in timm.
 INTERPOLATIONS = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")
 MOST_PIXELS = 2**25
-"""Of the input, and of an image before it is cropped."""
+"""Limit for the input, and for an image before it is cropped."""
 LEAST_CROP = 0.001
 """With less, the image that is cropped would be a thousand times as large as the crop."""
 PROCESSOR_FILE = "preprocessor_config.json"
@@ -27,7 +27,7 @@ PROCESSOR_FILE = "preprocessor_config.json"
 
 @dataclass(frozen=True, kw_only=True)
 class Preprocessing:
-    """How an image becomes an input: resized, cropped in the middle, scaled to 0..1, normalised.
+    """How an image becomes an input: resized, center-cropped, scaled to 0..1, normalised.
 
     >>> half = (0.5, 0.5, 0.5)
     >>> Preprocessing(input_size=(3, 224, 224), mean=half, std=half, crop_pct=0.875).resized_to
@@ -37,25 +37,27 @@ class Preprocessing:
     input_size: tuple[int, int, int]
     """Channels, height and width of the input."""
     mean: tuple[float, ...]
-    """What is taken off each channel."""
+    """Subtracted from each channel."""
     std: tuple[float, ...]
-    """By what each channel is divided then."""
+    """Each channel is then divided by it."""
     interpolation: str = "bicubic"
     """The filter of the resizing, as PIL calls it."""
     crop_pct: float = 1.0
-    """Side of the crop over the side to which the image is resized before."""
+    """Side of the crop over the side that the image is resized to before."""
     crop_mode: str = "center"
     """What is resized: the shorter side (``center``), both (``squash``), or the longer, with a border (``border``)."""
 
     def __post_init__(self) -> None:
         channels, height, width = self.input_size
         if not all(isinstance(side, int) and side > 0 for side in (height, width)) or height * width > MOST_PIXELS:
-            raise ModelError(f"images have sides of whole pixels, {MOST_PIXELS} in all at most, not {height} x {width}")
+            raise ModelError(
+                f"image sides are whole pixels, at most {MOST_PIXELS} in all, not {height} x {width}"
+            )
         if channels not in (1, 3):
             raise ModelError(f"images have 1 or 3 channels, but the model takes {channels}")
         if not len(self.mean) == len(self.std) == channels:
             raise ModelError(
-                f"a mean and a std for each of {channels} channels were expected, not {self.mean} and {self.std}"
+                f"expected a mean and a std for each of {channels} channels, but got {self.mean} and {self.std}"
             )
         if not all(math.isfinite(value) for value in (*self.mean, *self.std, self.crop_pct)):
             raise ModelError(f"mean, std and crop_pct must be finite, not {self.mean}, {self.std}, {self.crop_pct}")
@@ -76,7 +78,7 @@ class Preprocessing:
 
     @classmethod
     def from_dict(cls, values: Any) -> Preprocessing:
-        """Return what ``dataclasses.asdict`` made a dictionary of, also after a trip through JSON."""
+        """Return the preprocessing that ``dataclasses.asdict`` was applied to, also after a JSON round trip."""
         try:
             known: Any = {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
             return cls(**known)
@@ -87,10 +89,10 @@ class Preprocessing:
 
 
 def preprocessing_of(model: nn.Module) -> Preprocessing:
-    """Return what ``model`` wants its images to be.
+    """Return how the images of ``model`` are preprocessed.
 
-    In this order: what was noted on the model, the configuration of timm, the image processor that lies beside the
-    weights of a transformers model, the default processor of its model type. The size is always the model's own.
+    In this order: what was recorded on the model, the configuration of timm, the image processor saved with the weights
+    of a transformers model, the default processor of its model type. The size is always the model's own.
     """
     noted: Preprocessing | None = vars(model).get(PREPROCESSING)
     if noted is not None:
@@ -110,7 +112,7 @@ def _of_timm(model: nn.Module, size: tuple[int, int, int]) -> Preprocessing:
 
     if not isinstance(getattr(model, "pretrained_cfg", None), dict):
         raise ModelError(
-            f"{type(model).__name__} does not say how it wants its images, as a model of timm or transformers would; "
+            f"{type(model).__name__} does not specify its preprocessing, as a model of timm or transformers would; "
             "from Python, pass a Preprocessing"
         )
     config = resolve_model_data_config(model)
@@ -126,12 +128,12 @@ def _of_timm(model: nn.Module, size: tuple[int, int, int]) -> Preprocessing:
 
 def _of_processor(processor: Any, size: tuple[int, int, int]) -> Preprocessing:
     if getattr(processor, "do_flip_channel_order", None):
-        raise ModelError(f"{type(processor).__name__} wants blue, green, red images; only red, green, blue are given")
+        raise ModelError(f"{type(processor).__name__} expects BGR images; only RGB is supported")
     is_normalised = bool(getattr(processor, "do_normalize", None))
     if processor.resample is None or (is_normalised and None in (processor.image_mean, processor.image_std)):
         raise ModelError(
-            f"{type(processor).__name__} does not resize all images to one size, or normalises each by itself, which a "
-            "Preprocessing cannot represent; from Python, pass the Preprocessing that you want"
+            f"{type(processor).__name__} does not resize all images to one size, or normalises each separately, "
+            "which a Preprocessing cannot represent; from Python, pass the Preprocessing to use"
         )
     crop_mode, crop_pct = _crop(processor)
     return Preprocessing(
@@ -145,7 +147,7 @@ def _of_processor(processor: Any, size: tuple[int, int, int]) -> Preprocessing:
 
 
 def _crop(processor: Any) -> tuple[str, float]:
-    """Return crop mode and crop_pct of an image processor, in which both are said in pixels."""
+    """Return crop mode and crop_pct of an image processor, which specifies both in pixels."""
     size: Any = getattr(processor, "size", None)
     crop: Any = getattr(processor, "crop_size", None)
     shortest = getattr(size, "shortest_edge", None)
@@ -180,13 +182,13 @@ def _processor(model: nn.Module) -> Any:
 
 
 def _has_processor(transformers: Any, name: str) -> bool:
-    """Whether a directory, or a repository of the hub, holds an image processor; ``OSError`` if that cannot be told."""
+    """Whether a directory or hub repository has an image processor; ``OSError`` if that cannot be determined."""
     if Path(name).is_dir():
         return (Path(name) / PROCESSOR_FILE).is_file()
     try:
         return bool(transformers.utils.cached_file(name, PROCESSOR_FILE))
     except OSError as error:
-        if "does not appear to have a file named" in str(error):  # transformers has no class of its own for it
+        if "does not appear to have a file named" in str(error):  # transformers has no exception class for it
             return False
         raise
 
@@ -205,6 +207,6 @@ def _default_processor(transformers: Any, model_type: str) -> Any:
 
 
 def _for_channels(values: Any, channels: int) -> tuple[float, ...]:
-    """Return a number for each channel; the only channel of a grey image has the average of red, green and blue."""
+    """Return a number for each channel; for grey images the average of red, green and blue."""
     numbers = tuple(float(value) for value in (values if isinstance(values, list | tuple) else (values,) * 3))
     return (sum(numbers) / len(numbers),) if channels == 1 else numbers

@@ -1,4 +1,4 @@
-"""timm's own way to a saved model: ``config.json`` and the entry point it names."""
+"""How timm itself opens a saved model: ``config.json`` and the entry point that it names."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def timm_config(model: nn.Module, recipe: dict[str, Any]) -> str:
 
 
 def register_with_timm(entry_point: Callable[..., nn.Module]) -> None:
-    """Make ``entry_point`` known to ``timm.create_model`` under its own name."""
+    """Register ``entry_point`` with ``timm.create_model`` under its own name."""
     import timm
 
     if not timm.is_model(entry_point.__name__):
@@ -32,7 +32,7 @@ def register_with_timm(entry_point: Callable[..., nn.Module]) -> None:
 
 
 def load_timm_weights(model: nn.Module, pretrained_cfg: dict[str, Any]) -> nn.Module:
-    """Load the weights that timm found beside a ``config.json``, on disk or on the hub."""
+    """Load the weights that timm found next to a ``config.json``, on disk or on the hub."""
     from timm.models import load_pretrained
 
     load_pretrained(model, pretrained_cfg=pretrained_cfg, num_classes=pretrained_cfg["num_classes"])

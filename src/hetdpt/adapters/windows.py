@@ -1,6 +1,6 @@
-"""Where in the image the tokens are that an attention sees, for blocks that cut windows, rolled or not.
+"""The positions in the image of the tokens that an attention sees, for blocks that cut windows, shifted or not.
 
-No window is computed here: the blocks themselves are given a stream of numbers and cut it.
+No window is computed here: the blocks themselves get a stream of numbers and cut it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Windows:
     """How one block cuts its tokens."""
 
     places: Tensor
-    """Of each token of each window (windows, N): its number in the image, row by row; -1 for padding."""
+    """(windows, N): the number of each token of each window in the image, row by row; -1 for padding."""
     grid: tuple[int, int]
     """Rows and columns of tokens in the image."""
 
@@ -38,7 +38,7 @@ class Windows:
 
 
 class _InputRecorder(Zero):
-    """Keeps what the attention would have been given, and adds nothing to the stream."""
+    """Records the input of the attention and adds nothing to the stream."""
 
     def __init__(self, extras: Extras) -> None:
         super().__init__(extras)
@@ -51,10 +51,10 @@ class _InputRecorder(Zero):
 
 @torch.no_grad()
 def find_windows(model: nn.Module, handles: Sequence[Handle], images: Tensor) -> list[Windows]:
-    """Return how each of the blocks of ``handles`` cuts windows; ``ModelError`` where a token is not in just one.
+    """Return the windows of each block of ``handles``; ``ModelError`` where a token is not in exactly one.
 
-    Two images go through a copy in which every block is given its tokens numbered, has no norm before its attention,
-    and in place of that what keeps the numbers.
+    Two images pass through a copy in which every block gets numbered tokens, has no norm before its attention, and a
+    recorder instead of its attention.
     """
     probe = clone(model).eval()
     recorders, streams = list[_InputRecorder](), list[Tensor]()
@@ -79,7 +79,7 @@ def find_windows(model: nn.Module, handles: Sequence[Handle], images: Tensor) ->
 
 
 def _windows(handle: Handle, stream: Tensor, recorder: _InputRecorder, sides: tuple[int, int]) -> Windows:
-    """Return the windows of a block from its numbered tokens, and what its attention was given of these."""
+    """Return the windows of a block from its numbered tokens and those that its attention got."""
     count = stream[0, ..., 0].numel()
     assert recorder.given is not None
     given = recorder.given
@@ -94,15 +94,15 @@ def _windows(handle: Handle, stream: Tensor, recorder: _InputRecorder, sides: tu
 
 
 def not_tokens(handle: Handle) -> ModelError:
-    """Return the refusal of a block whose attention has no such places."""
+    """Return the error for a block whose attention has no such windows."""
     return ModelError(
         f"{handle.site.path} was expected to attend from all tokens to all tokens, or in windows with each token in "
-        "one of them, and does not; where in the image it looks cannot be told"
+        "one of them, but does not; its attention cannot be located in the image"
     )
 
 
 def _grid(count: int, sides: tuple[int, int]) -> tuple[int, int]:
-    """Return rows and columns of so many tokens of an image of these sides.
+    """Return rows and columns of ``count`` tokens of an image with these sides.
 
     >>> _grid(392, (448, 224))
     (28, 14)
