@@ -253,7 +253,7 @@ def _hf(name: str, arguments: dict) -> nn.Module:
     ],
 )
 def test_models_of_text_sound_and_video(name: str, arguments: dict, given: str, size: tuple[int, int, int]) -> None:
-    with pytest.raises(ModelError, match=f"{name} is not an image model: it takes {given}"):
+    with pytest.raises(ModelError, match=f"{name} is not an image model: expected pixel_values, but it takes {given}"):
         hetdpt.sites(_hf(name, arguments), size)
 
 
