@@ -50,9 +50,7 @@ class Preprocessing:
     def __post_init__(self) -> None:
         channels, height, width = self.input_size
         if not all(isinstance(side, int) and side > 0 for side in (height, width)) or height * width > MOST_PIXELS:
-            raise ModelError(
-                f"image sides are whole pixels, at most {MOST_PIXELS} in all, not {height} x {width}"
-            )
+            raise ModelError(f"image sides are whole pixels, at most {MOST_PIXELS} in all, not {height} x {width}")
         if channels not in (1, 3):
             raise ModelError(f"images have 1 or 3 channels, but the model takes {channels}")
         if not len(self.mean) == len(self.std) == channels:
