@@ -18,7 +18,7 @@ from hetdpt.core.errors import DataError, ModelError, PlanError
 from hetdpt.core.fold import Means, Moments, fit_linear, fit_mean
 from hetdpt.core.gates import Constant, Mapped
 from hetdpt.core.plan import Plan
-from hetdpt.core.styles import STYLES
+from hetdpt.core.styles import STYLES, styles_for
 from hetdpt.measurement.agreement import outputs_of
 from hetdpt.surgery.calibrate import calibrate_, fit_sites, gate_fitted_, replaced
 from hetdpt.surgery.gate import gates_by_site
@@ -26,6 +26,7 @@ from hetdpt.surgery.record import record_of, require_record
 from hetdpt.surgery.remove import place_, ready
 from hetdpt.surgery.replacement import place_of
 
+FITTED = [name for name in styles_for("attention") if STYLES[name].fit]
 ROUNDING = 2e-5  # of the largest output, as in the contract suite
 SCALED = 0.1  # of the largest output: before LayerScale channels weigh otherwise in the fit
 
@@ -129,7 +130,7 @@ class TestPlanted:
         assert distance(run(model, vit.images()), run(dense, vit.images())) < ROUNDING
         assert record_of(model).plan.fits[0].r2 > 1 - 1e-8  # type: ignore[union-attr]
 
-    @pytest.mark.parametrize("style", ["constant", "position", "linear"])
+    @pytest.mark.parametrize("style", FITTED)
     def test_a_constant_attention_is_recovered(self, vit: Family, style: str) -> None:
         model, dense = planted(vit), planted(vit)
         calibrate_(model, Plan(attention=(2,), removal=(style, "identity")), batches_of(vit))
@@ -437,7 +438,7 @@ def towers(way: str) -> tuple[nn.Module, nn.Module]:
     return one.eval(), other.eval()
 
 
-@pytest.mark.parametrize("style", ["constant", "position", "linear"])
+@pytest.mark.parametrize("style", FITTED)
 @pytest.mark.parametrize("way", ["half", "early", "inside"])
 def test_the_way_a_function_is_written_makes_no_difference(way: str, style: str) -> None:
     models = towers(way)
@@ -567,7 +568,7 @@ def closer_than_plain_and_the_same_when_merged(family: Family) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("style", ["constant", "position", "linear"])
+@pytest.mark.parametrize("style", FITTED)
 def test_every_family_and_style_is_saved_and_loaded(family: Family, style: str, tmp_path: Path) -> None:
     model = family.build()
     plan = family.plan(hetdpt.sites(model, family.size))
@@ -629,7 +630,7 @@ def test_closed_gate_is_the_calibrated_removal(label: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("style", ["constant", "position", "linear"])
+@pytest.mark.parametrize("style", FITTED)
 def test_closed_gate_is_the_calibrated_removal_in_every_family(family: Family, style: str) -> None:
     closed_gate_is_the_calibrated_removal(family, (style, "calibrated"))
 

@@ -24,13 +24,13 @@ from hetdpt.cli.options import (
     read_images,
 )
 from hetdpt.cli.show import note_random_weights, print_, stages, table
+from hetdpt.core.styles import STYLES
 
 if TYPE_CHECKING:
     from hetdpt.core.plan import Kind, Site
     from hetdpt.studies.scan import ScanRow, ScanTable
 
 SCAN = "scan.json"  # by which a directory of ours is known
-TIMED_BY_ITSELF = ("skip", "linear")  # and all of FFNs; a constant costs what a skip does
 
 
 def scan(
@@ -117,11 +117,17 @@ def _print(found: ScanTable) -> None:
         typer.echo(f"nothing can replace {site.kind} {site.block}: the best, {best.style}, does {_short(best.damage)}")
 
 
+def _priced(kind: Kind, styles: list[str]) -> list[str]:
+    """Return the styles whose savings are shown: of attention styles that leave the same MACs, the first."""
+    macs = [STYLES[style].macs for style in styles]
+    return [style for number, style in enumerate(styles) if kind == "activation" or macs.index(macs[number]) == number]
+
+
 def _print_kind(found: ScanTable, kind: Kind, sites: list[Site]) -> None:
     rows = [row for row in found.rows if row.site.kind == kind]
     styles = [*dict.fromkeys(row.style for row in rows)]
     fitted = {row.style for row in rows if row.r2 is not None}
-    priced = [style for style in styles if kind == "activation" or style in TIMED_BY_ITSELF] or styles
+    priced = _priced(kind, styles)
     columns = ["block", f"TE\n{styles[0]}"]
     for style in styles:
         columns += [style, "R²"] if style in fitted else [style]

@@ -8,6 +8,7 @@ from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from hetdpt.core.styles import STYLES
 from hetdpt.report.panels import require_figure
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ LOOKS = {
     "calibrated": Look("#E69F00", "P"),
     "drop": Look("#CC79A7", "X"),
 }
+OTHER = Look("#999999", "*")
 TITLES = {"attention": "attention removed", "activation": "activation removed, FFN merged"}
 
 
@@ -154,7 +156,7 @@ def _line(
 
 def draw_line(panel: Axes, places: Sequence[int], values: Sequence[float], style: str, label: str) -> None:
     """Draw ``values`` in the look of ``style``."""
-    look = LOOKS[style]
+    look = LOOKS.get(style, OTHER)
     looks: Any = {"color": look.colour, "marker": look.marker, "markersize": 5, "linewidth": 1.0}
     panel.plot(places, values, label=label, **looks)
 
@@ -162,7 +164,7 @@ def draw_line(panel: Axes, places: Sequence[int], values: Sequence[float], style
 def _styles(rows: Any) -> list[str]:
     """Return the styles of ``rows`` in the order in which they are drawn."""
     found = {row.style for row in rows}
-    return [style for style in LOOKS if style in found]
+    return [style for style in STYLES if style in found]
 
 
 def _short(rows: list[ScanRow]) -> str:
