@@ -90,8 +90,8 @@ def test_a_figure_as_svg_says_what_it_shows(tmp_path: Path) -> None:
         "an answer that ignores the image",
         "nothing replaces it",
         "time saved, of 95 ms (cpu, float32, batch 8)",
-        *STYLES["attention"],
-        *STYLES["activation"],
+        *SHOWN["attention"],
+        *SHOWN["activation"],
     ):
         assert words in text, words
 
