@@ -212,8 +212,8 @@ def test_trouble_would_be_noticed(page: Page, tmp_path: Path) -> None:
 def test_pointing_shows_a_hint(page: Page, report: Path) -> None:
     page.open(report)
     assert page.tip is None
-    page.point_at("#run-0-layers .mark .gone")
-    assert page.tip == ("block 1: activation\nblocks.1.mlp.act\nwent, number 4 of 8\nscore 0.0492"), (
+    page.point_at("#run-0-layers .mark.removed")
+    assert page.tip == ("block 1: activation\nblocks.1.mlp.act\nremoved, number 4 of 8\nscore 0.0492"), (
         "nothing was sampled of it"
     )
     page.point_at("#run-0-surface .mark")
@@ -225,7 +225,7 @@ def test_pointing_shows_a_hint(page: Page, report: Path) -> None:
 @pytest.mark.parametrize("width", [PHONE, 1200])
 def test_a_hint_stays_on_the_page(page: Page, report: Path, width: int) -> None:
     page.open(report, width)
-    for query in ("#run-0-layers .mark:last-of-type", "#run-0-layers .mark", "#run-0-frontier .mark .ink"):
+    for query in ("#run-0-layers .mark:last-of-type", "#run-0-layers .mark", "#run-0-frontier .mark.ink"):
         page.point_at(query)
         left, right = page.run("(() => { const box = tip.getBoundingClientRect(); return [box.left, box.right]; })()")
         assert 0 < left < right < width
@@ -243,17 +243,22 @@ def test_keys_go_from_mark_to_mark(page: Page, report: Path) -> None:
     assert page.tip is None
 
 
-@pytest.mark.parametrize(("section", "name"), [("recovery", "ema"), ("frontier", "samples"), ("methods", "random")])
+@pytest.mark.parametrize(
+    ("section", "name"), [("recovery", "moving average"), ("frontier", "samples"), ("methods", "random")]
+)
 def test_a_button_hides_a_series_and_shows_it_again(page: Page, report: Path, section: str, name: str) -> None:
     page.open(report)
-    button, series = f"#run-0-{section} [data-toggles={name}]", f"#run-0-{section} [data-series={name}]"
+    button, series = f'#run-0-{section} [data-toggles="{name}"]', f'#run-0-{section} [data-series="{name}"]'
     all_ = f"#run-0-{section} [data-series]"
     before = page.count(all_)
     for shown in (0, 1):
-        page.run(f"document.querySelector('{button}').click()")
+        page.run(f"document.querySelector({json.dumps(button)}).click()")
         assert page.count(series) == shown
         assert page.count(all_) == before - 1 + shown
-        assert page.run(f"document.querySelector('{button}').getAttribute('aria-pressed')") == str(bool(shown)).lower()
+        assert (
+            page.run(f"document.querySelector({json.dumps(button)}).getAttribute('aria-pressed')")
+            == str(bool(shown)).lower()
+        )
 
 
 @pytest.mark.parametrize("is_dark", [False, True])
@@ -309,5 +314,5 @@ def test_runs_open_one_by_one(page: Page, directory: Path) -> None:
     assert page.count("details.run .tiles") == 0
     page.run("document.querySelector('details.run summary').click()")
     assert page.count("details.run .tiles") == 1
-    page.point_at("#run-0-layers .mark .gone")
+    page.point_at("#run-0-layers .mark.removed")
     assert (page.tip or "").startswith("block 1: activation")

@@ -37,11 +37,12 @@ from hetdpt.flow.comparison.work import Cell, Chosen, ComparisonDone, Timed, Tra
 from hetdpt.flow.execution import Execution
 from hetdpt.flow.recipes import quick, recipe
 from hetdpt.measurement.costs import Costs
-from hetdpt.report.comparison import COLUMNS, draw, write_csv
+from hetdpt.report.comparison import COLUMNS, csv_rows, draw
 from hetdpt.results import Difference, MethodComparison, from_json
 from hetdpt.selection.methods import METHODS
 from hetdpt.selection.predictor.samples import CollectConfig, SampleStep
 from hetdpt.selection.select import SelectConfig
+from hetdpt.store.csv_file import write_csv
 from hetdpt.surgery.remove import place_
 
 run = test_cli.run  # the fixture
@@ -414,7 +415,7 @@ def test_a_difference_over_seeds_and_without_answers() -> None:
 
 
 def test_csv_and_figure(whole: MethodComparison, tmp_path: Path) -> None:
-    write_csv(whole, tmp_path / "results.csv")
+    write_csv(tmp_path / "results.csv", COLUMNS, csv_rows(whole))
     with (tmp_path / "results.csv").open(newline="") as file:
         lines = list(csv.DictReader(file))
     assert tuple(lines[0]) == COLUMNS

@@ -15,10 +15,11 @@ from test_report import size_of
 
 from hetdpt.core.errors import FileError
 from hetdpt.core.plan import Budget
-from hetdpt.report.frontier import CHOICE, COLUMNS, draw, summary, write_csv
+from hetdpt.report.frontier import CHOICE, COLUMNS, draw, summary, values_of
 from hetdpt.results import Price, Prices, Split
 from hetdpt.selection.predictor.allocate import Allocation, allocate, frontier
 from hetdpt.selection.predictor.polynomial import Predictor, fit_predictor
+from hetdpt.store.csv_file import write_csv
 
 REFERENCE = json.loads((Path(__file__).parents[1] / "benchmarks" / "reference" / "reference.json").read_text())
 ROWS = REFERENCE["map_listing_16"]["rows"]
@@ -60,16 +61,18 @@ def cells(split: Split) -> list[str]:
 @pytest.mark.parametrize("prices", [None, UNTIMED, TIMED, FREE], ids=["none", "untimed", "timed", "free"])
 def test_csv_and_back(tmp_path: Path, predictor: Predictor, prices: Prices | None) -> None:
     found = frontier(predictor, prices)
-    write_csv(found, tmp_path / "frontier.csv")
+    write_csv(tmp_path / "frontier.csv", COLUMNS, map(values_of, found))
     lines = read(tmp_path / "frontier.csv")
     assert tuple(lines[0]) == COLUMNS
     assert [list(line.values()) for line in lines] == [cells(split) for split in found]
 
 
 def test_a_choice_has_its_columns(tmp_path: Path, allocation: Allocation) -> None:
-    write_csv(allocation.table, tmp_path / "splits.csv", is_choice=True)
+    rows = [values_of(split, is_choice=True) for split in allocation.table]
+    write_csv(tmp_path / "splits.csv", CHOICE, rows)
     lines = read(tmp_path / "splits.csv")
-    assert tuple(lines[0]) == (*COLUMNS, *CHOICE)
+    assert tuple(lines[0]) == CHOICE
+    assert CHOICE[: len(COLUMNS)] == COLUMNS
     assert [(float(line["share"]), line["is_tied"] == "True") for line in lines] == [
         (split.share, split.is_tied) for split in allocation.table
     ]
@@ -107,9 +110,9 @@ def test_a_figure_by_layers(tmp_path: Path, predictor: Predictor, allocation: Al
     for expected in (
         "layers removed",
         "accuracy [%]",
-        "95 % interval",
+        "95 % intervals",
         "samples",
-        "the same, beyond the samples",
+        "best predicted, beyond the samples: a guess",
         "chosen: 4+4",
         "15 further out are not drawn",
         "3+3",

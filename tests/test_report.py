@@ -17,7 +17,8 @@ from hetdpt.core.errors import FileError
 from hetdpt.core.plan import KINDS, Kind, Measurement, Site
 from hetdpt.core.styles import STYLES
 from hetdpt.measurement.costs import Costs
-from hetdpt.report.scan import COLUMNS, LOOKS, draw, write_csv
+from hetdpt.report.scan import COLUMNS, LOOKS, csv_rows, draw
+from hetdpt.store.csv_file import write_csv
 from hetdpt.studies.scan import ScanRow, ScanTable
 
 SHOWN = {"attention": ("skip", "norm", "constant", "position", "linear"), "activation": ("identity", "calibrated")}
@@ -44,7 +45,7 @@ def table_of(blocks: int = 3, kinds: tuple[Kind, ...] = KINDS, is_timed: bool = 
 @pytest.mark.parametrize("is_timed", [True, False])
 def test_csv_and_back(tmp_path: Path, is_timed: bool) -> None:
     table = table_of(is_timed=is_timed)
-    write_csv(table, tmp_path / "scan.csv")
+    write_csv(tmp_path / "scan.csv", COLUMNS, csv_rows(table))
     with (tmp_path / "scan.csv").open(newline="") as file:
         lines = list(csv.DictReader(file))
     assert tuple(lines[0]) == COLUMNS

@@ -39,14 +39,10 @@ from test_cli import Run
 
 from hetdpt.core.errors import FileError
 from hetdpt.core.plan import KINDS, Budget
+from hetdpt.report.charts import PageFigure
 from hetdpt.report.headline import title
-from hetdpt.report.pictures import balance
-from hetdpt.report.pictures.blocks import blocks, turns_of
-from hetdpt.report.pictures.epochs import accuracies, losses
-from hetdpt.report.pictures.speed import frontier as draw_frontier
-from hetdpt.report.pictures.speed import methods
-from hetdpt.report.pictures.surface import surface as draw_surface
 from hetdpt.report.run import RunRecord
+from hetdpt.report.run_charts import blocks, frontier, layers_and_width, methods, recovery, surface, turns_of
 from hetdpt.report.write import REPORTS, write_report, write_reports
 from hetdpt.store.stage_directory import CONFIG, FLOW, STAGE, STAGES, SUMMARY, stage_directory
 
@@ -99,8 +95,8 @@ def test_an_unfinished_run_says_what_is_next(tmp_path: Path, last: str, then: st
     page = Page.read(run)
     assert f"Not finished: next stage is {then}" in page.text
     assert ("Before and after" in page.text) == (STAGES.index(last) >= STAGES.index("measure"))
-    assert ("Which layers went" in page.text) == (STAGES.index(last) >= STAGES.index("select"))
-    assert ("Layers or width" in page.text) == (changes == PLUS and STAGES.index(last) >= STAGES.index("balance"))
+    assert ("Removed layers" in page.text) == (STAGES.index(last) >= STAGES.index("select"))
+    assert ("Layers and width" in page.text) == (changes == PLUS and STAGES.index(last) >= STAGES.index("balance"))
     assert f"Not finished: next stage is {then}" in (run / REPORTS["markdown"]).read_text()
 
 
@@ -126,10 +122,10 @@ def test_a_method_without_a_split_has_a_report_without_a_surface(tmp_path: Path)
     page = Page.read(run)
     assert page.headings == [
         "Before and after",
-        "Which layers went",
+        "Removed layers",
         "Fine-tuning",
-        "Where the time goes",
-        "How it was done",
+        "Time by kind of layer",
+        "How to reproduce it",
         "Warnings",
     ]
 
@@ -214,6 +210,11 @@ def pictures_of(source: str) -> list[ElementTree.Element]:
     return [ElementTree.fromstring(found) for found in re.findall(r"<svg .*?</svg>", source, re.DOTALL)]
 
 
+def wide(figure: PageFigure, number: int = 0) -> ElementTree.Element:
+    """Return a chart of the page as it is on a desk."""
+    return ElementTree.fromstring(figure.pictures[number][0])
+
+
 def classes(picture: ElementTree.Element, name: str) -> list[ElementTree.Element]:
     return [one for one in picture.iter() if name in one.get("class", "").split()]
 
@@ -254,16 +255,16 @@ def test_width_and_tokens_are_shown(tmp_path: Path) -> None:
     assert "--macs 32000000 --method hetdpt --tokens tome:8 --plus --depths 0,4,8" in page.text
     row = "| 3+5 ✓ | 68.00 % | 94.00 % | 1.62× | 31.9 M | 497 k | 30 % | 31 % | 31 % | 16 % |"
     assert row in markdown.splitlines()
-    assert "Layers or width" in page.headings
-    assert "What other budgets would give" not in page.headings
+    assert "Layers and width" in page.headings
+    assert "Other budgets" not in page.headings
 
 
 def test_width_after_a_given_number_of_layers_was_not_weighed_against_them(tmp_path: Path) -> None:
     run = build_run(tmp_path / "demo", **PLUS | {"layers": 8})
     write_reports(run)
     page = Page.read(run)
-    assert "How much width went" in page.headings
-    assert "Layers or width" not in page.headings
+    assert "Removed width" in page.headings
+    assert "Layers and width" not in page.headings
     assert "The final model has lost width too." in page.text
 
 
@@ -272,12 +273,12 @@ def test_a_run_that_lost_no_layers_says_so(tmp_path: Path) -> None:
     write_reports(run)
     text, markdown = Page.read(run).text, (run / REPORTS["markdown"]).read_text()
     assert "lost no layers, but 31 % of its width." in text
-    assert "then an FFN with an activation. No layer went. Point" in text
+    assert "then an FFN with an activation. No layer was removed." in text
     assert "After width went, the rest was trained" in text
     assert "with its turn" not in text
     assert "FFN became" not in text
     assert "- attention of blocks: none" in markdown
-    assert "no layer is gone" in blocks(RunRecord.read(run), 820)
+    assert "no layer is removed" in wide(blocks(RunRecord.read(run))).get("aria-label", "")
 
 
 def test_tokens_that_only_this_run_lost_are_told_where_methods_are_compared(tmp_path: Path) -> None:
@@ -307,6 +308,7 @@ def test_the_page_asks_no_network_and_runs_no_script_but_its_own(full: Path) -> 
     page = Page.read(full)
     assert "://" not in page.source
     assert set(re.findall(r"url\((.*?)\)", page.source)) == {"#hatch"}
+    assert all(link.startswith(("#", "data:")) for link in page.links)
     assert not {"src", "srcset", "style"} & page.attributes
     data, script = page.scripts
     checksum = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
@@ -388,17 +390,15 @@ def test_a_goal_that_was_missed_says_by_how_much_and_what_to_try(full: Path) -> 
 
 
 def test_layers_that_went_are_marked(full: Path) -> None:
-    picture = ElementTree.fromstring(blocks(RunRecord.read(full), 820))
-    assert (len(classes(picture, "kept")), len(classes(picture, "gone")), len(classes(picture, "crossed"))) == (
-        16,
-        8,
-        8,
-    )
+    picture = wide(blocks(RunRecord.read(full)))
+    assert (len(classes(picture, "kept")), len(classes(picture, "removed"))) == (16, 8)
+    turns = [int(one.findtext(".//text") or 0) for one in classes(picture, "removed")]
+    assert sorted(turns) == [*range(1, 9)]
     said = next(hint for hint in hints(picture) if hint.startswith("block 9: attention"))
-    assert said == "block 9: attention\nblocks.9.attn\nwent, number 2 of 8\nscore 0.0246"
+    assert said == "block 9: attention\nblocks.9.attn\nremoved, number 2 of 8\nscore 0.0246"
     stays = next(hint for hint in hints(picture) if hint.startswith("block 0: activation"))
-    assert stays == "block 0: activation\nblocks.0.mlp.act\nstays\ntransfer entropy 0.06 where it was sampled"
-    assert "gone: attention of blocks 2, 5, 9; activation of blocks 1, 4, 6, 7, 10" in picture.get("aria-label", "")
+    assert stays == "block 0: activation\nblocks.0.mlp.act\nkept\ntransfer entropy 0.06 where it was sampled"
+    assert "removed: attention of blocks 2, 5, 9; activation of blocks 1, 4, 6, 7, 10" in picture.get("aria-label", "")
 
 
 def test_the_surface_shows_samples_the_choice_and_guesses(full: Path) -> None:
@@ -406,43 +406,45 @@ def test_the_surface_shows_samples_the_choice_and_guesses(full: Path) -> None:
     fit, allocation = record.results.fit, record.results.allocate
     assert fit is not None
     assert allocation is not None
-    picture = ElementTree.fromstring(draw_surface(record, 500))
+    picture = wide(surface(record))
     assert len(hints(picture)) == (BLOCKS + 1) ** 2
     assert len(classes(picture, "hatched")) == sum(cell.is_beyond for cell in fit.surface)
     assert len(classes(picture, "tied")) == len(allocation.tied) > 0
-    assert len(classes(picture, "under")) == len(samples())
+    assert len(classes(picture, "sample")) == len(samples())
     said = next(hint for hint in hints(picture) if hint.startswith("3 attention + 5 activation"))
     cell = next(cell for cell in fit.surface if cell.budget == Budget(3, 5))
     assert f"predicted {cell.accuracy:.2f} %\n95 % interval {cell.low:.2f} – {cell.high:.2f}" in said
     assert said.endswith("\nchosen")
-    best = max(classes(picture, "heat"), key=lambda one: float(one.get("fill-opacity", 0)))
-    assert float(best.get("fill-opacity", 0)) <= 1
+    strength = {one.findtext("title"): float(one.find(".//path").get("opacity", 1)) for one in classes(picture, "heat")}
+    assert max(strength, key=lambda hint: strength[hint]).startswith("0 attention + 0 activation")
+    assert max(strength.values()) <= 1
 
 
 def test_what_was_tried_for_layers_or_width_is_drawn_and_the_chosen_one_marked(tmp_path: Path) -> None:
     record = RunRecord.read(build_run(tmp_path / "demo", **PLUS))
     found = record.results.balance
     assert found is not None
-    for draw in (balance.accuracies, balance.speedups):
-        picture = ElementTree.fromstring(draw(found, 400))
+    figure = layers_and_width(record)
+    for picture in (wide(figure), wide(figure, 1)):
         assert [hint.split("\n")[0] for hint in hints(picture)] == [
-            "0 layers less: 0+0", "4 layers less: 2+2", "8 layers less: 3+5",
+            "no layers removed", "2 attention layers and 2 activations removed",
+            "3 attention layers and 5 activations removed",
         ]  # fmt: skip
         assert [hint.endswith("\nchosen") for hint in hints(picture)] == [False, False, True]
         assert len(classes(picture, "chosen")) == 1
-        heights = [float(one.get("cy", 0)) for one in classes(picture, "best")]
+        places = [one.find(".//path[@transform]").get("transform", "") for one in classes(picture, "best")]
+        heights = [float(place.removesuffix(")").split()[1]) for place in places]
         assert heights == sorted(heights, reverse=True), "both rise with the layers"
-    surface = ElementTree.fromstring(draw_surface(record, 500))
-    said = next(hint for hint in hints(surface) if hint.startswith("3 attention + 5"))
+    said = next(hint for hint in hints(wide(surface(record))) if hint.startswith("3 attention + 5"))
     assert said.endswith("\nchosen")
 
 
 def test_a_frontier_without_times_counts_layers(full: Path) -> None:
     untimed = {**asdict(prices()), "dense": {"macs": 1, "params": 1, "ms": None}}
     untimed |= {kind: [{"macs": 0, "params": 0, "ms": None}] * BLOCKS for kind in KINDS}
-    with_times = draw_frontier(RunRecord.read(full), 820)
+    with_times = frontier(RunRecord.read(full)).pictures[0][0]
     change_stage(full, "analyse", prices=untimed)
-    without = draw_frontier(RunRecord.read(full), 820)
+    without = frontier(RunRecord.read(full)).pictures[0][0]
     assert "layers removed" in without
     assert "layers removed" not in with_times
     assert "×</text>" in with_times
@@ -453,11 +455,9 @@ def test_a_training_that_went_astray_is_drawn_as_far_as_there_are_numbers(full: 
     change_stage(
         full, "recover", epochs=[*epochs()[:3], {"number": 3, "epochs": 5, "loss": math.nan, "last": math.inf}]
     )
-    recovery = RunRecord.read(full).results.recover
-    assert recovery is not None
-    drawn = accuracies(recovery, 98.06, 400), losses(recovery, 400)
-    assert not re.search(r"\b(nan|inf)\b", "".join(drawn))
-    assert [hint.split("\n")[0] for hint in hints(ElementTree.fromstring(drawn[1]))] == ["epoch 1", "epoch 2"]
+    figure = recovery(RunRecord.read(full))
+    assert not re.search(r"\b(nan|inf)\b", "".join(text for pair in figure.pictures for text in pair))
+    assert [hint.split("\n")[0] for hint in hints(wide(figure, 1))] == ["epoch 1", "epoch 2"]
 
 
 def test_an_interval_without_ends_is_no_interval(full: Path) -> None:
@@ -470,7 +470,7 @@ def test_an_interval_without_ends_is_no_interval(full: Path) -> None:
 
 
 def test_the_method_of_the_run_is_compared_too(full: Path) -> None:
-    picture = ElementTree.fromstring(methods(RunRecord.read(full), 820))
+    picture = wide(methods(RunRecord.read(full)))
     assert [hint.split("\n")[0] for hint in hints(picture)] == ["dense", "random", "attention-only", "hetdpt"]
 
 
@@ -479,12 +479,13 @@ def test_the_method_of_the_run_is_compared_too(full: Path) -> None:
 def test_blocks_stay_inside_their_picture(full: Path, width: float, count: int) -> None:
     sites = [{"kind": kind, "block": block, "path": "x"} for block in range(count) for kind in KINDS]
     change_stage(full, "analyse", blocks=count, sites=sites)
-    picture = ElementTree.fromstring(blocks(RunRecord.read(full), width))
-    boxes = [*picture.iter("rect")]
+    picture = ElementTree.fromstring(blocks(RunRecord.read(full)).pictures[0][width == 312])
+    assert picture.get("viewBox", "").split()[2] == str(width)
+    boxes = [" ".join(path.get("d", "") for path in one.iter("path")) for one in classes(picture, "mark")]
     assert len(boxes) == 2 * count
-    ends = [float(box.get("x", 0)) + float(box.get("width", 0)) for box in boxes]
-    assert max(ends) <= width
-    assert min(float(box.get("width", 0)) for box in boxes) > 24, "a finger finds it"
+    sides = [[float(x) for x in re.findall(r"[ML] ([\d.]+)", box)] for box in boxes]
+    assert max(map(max, sides)) <= width
+    assert min(max(xs) - min(x for x in xs if x > 12) for xs in sides) > 24, "a finger finds it; small ones are crosses"
 
 
 # Several runs

@@ -155,7 +155,7 @@ def test_lines_a_table_and_json_of_a_study(run: Run, home: Path, whole: Path, tm
     assert lines[0].startswith(f"{home / 'dense'}, r 0: {found[0]['top1']:.2f} % of 360 images, 17 tokens left, ")
     assert lines[4] == f"timed: 4 models in turns {done}"
     assert all(line.endswith(done) for line in lines[:5])
-    assert "pruned, 1 attention layer and 1 activation gone" in result.out
+    assert "pruned, 1 attention layer and 1 activation removed" in result.out
     assert lines[-1] == f"written to {tmp_path / 'run'}: tokens.json, tokens.csv, tokens.png"
     values = run(*command, "--json").values
     assert values.pop("directory") == str(tmp_path / "run")
@@ -223,7 +223,7 @@ def test_the_figure_says_what_it_shows(whole: Path, tmp_path: Path) -> None:
         "tome, constant schedule: r tokens fewer by each attention; bars: 95 % intervals, 360 images",
         "throughput [images/s] (cpu, float32, batch 2)",
         "accuracy [%]",
-        "pruned, 1 attention layer and 1 activation gone",
+        "pruned, 1 attention layer and 1 activation removed",
         "r 0",
         "r 2",
     ):

@@ -119,16 +119,16 @@ def observe(
 
 
 def _line(one: Observed) -> str:
-    from hetdpt.report.observation import spell
+    from hetdpt.core.format import removal_text
     from hetdpt.results import Asymmetry, Disparity
 
     result, by = one.result, "" if one.is_own else " (done before, or by another process)"
     if isinstance(result, Disparity):
         medians = ", ".join(f"{kind} {_short(result.magnitude(kind))}" for kind in KINDS)
-        return f"{spell(result.removal)}, gradients: {medians}{by}"
+        return f"{removal_text(result.removal)}, gradients: {medians}{by}"
     if isinstance(result, Asymmetry):
         accuracies = " -> ".join(f"{accuracy:.2f}" for accuracy in result.accuracies)
-        return f"{spell(result.removal)}, without {result.site.kind} {result.site.block}: {accuracies} %{by}"
+        return f"{removal_text(result.removal)}, without {result.site.kind} {result.site.block}: {accuracies} %{by}"
     return f"dense: accuracy {result.accuracy:.2f} %{by}"
 
 
@@ -138,11 +138,11 @@ def _short(value: float | None) -> str:
 
 def _print(found: Observations, removal: Removal) -> None:
     """Print a table of the blocks, and a sentence for each observation."""
-    from hetdpt.report.observation import spell
+    from hetdpt.core.format import removal_text
 
     after = f"{found.epochs} epoch{'s' * (found.epochs > 1)}"
     columns = ["|gradient|", "removed", f"after {after}"] if found.asymmetries else ["|gradient|"]
-    title = f"{spell(removal)}: gradients, and accuracy in % without the layer"
+    title = f"{removal_text(removal)}: gradients, and accuracy in % without the layer"
     rows = table(title, "block", *(f"{kind}\n{column}" for kind in KINDS for column in columns))
     cells = {kind: _cells(found, removal, kind) for kind in KINDS}
     for block in sorted({block for of in cells.values() for block in of}):
@@ -151,7 +151,7 @@ def _print(found: Observations, removal: Removal) -> None:
     print_(rows)
     for sentence in (_gradients(found, removal), _drops(found, removal, after)):
         if sentence:
-            typer.echo(f"{spell(removal)}: {sentence}")
+            typer.echo(f"{removal_text(removal)}: {sentence}")
 
 
 def _cells(found: Observations, removal: Removal, kind: Kind) -> dict[int, list[str]]:

@@ -46,17 +46,19 @@ class Prediction:
 
 def write_prediction(found: Prediction, out: Path, overwrite: bool) -> None:
     """Write all of it to the directory ``out``, at once."""
-    from hetdpt.report.frontier import draw, write_csv
+    from hetdpt.report.frontier import CHOICE, COLUMNS, draw, values_of
     from hetdpt.results import PRICES_FILE
     from hetdpt.store.atomic import new_directory
+    from hetdpt.store.csv_file import write_csv
 
     best = found.allocation.best if found.allocation else None
     with new_directory(out, PREDICT, overwrite) as scratch:
         (scratch / PREDICT).write_text(json.dumps(found.values, indent=1) + "\n", encoding="utf-8")
-        write_csv(found.frontier, scratch / "frontier.csv")
+        write_csv(scratch / "frontier.csv", COLUMNS, map(values_of, found.frontier))
         draw(found.frontier, found.predictor, scratch / "frontier.png", found.prices, best)
         if found.allocation:
-            write_csv(found.allocation.table, scratch / "splits.csv", is_choice=True)
+            choice = (values_of(split, is_choice=True) for split in found.allocation.table)
+            write_csv(scratch / "splits.csv", CHOICE, choice)
         if found.prices:
             (scratch / PRICES_FILE).write_text(found.prices.to_json() + "\n", encoding="utf-8")
 

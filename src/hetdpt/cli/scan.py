@@ -89,12 +89,13 @@ def _silent(_: str) -> None:
 
 
 def _write(found: ScanTable, out: Path, overwrite: bool) -> None:
-    from hetdpt.report.scan import draw, write_csv
+    from hetdpt.report.scan import COLUMNS, csv_rows, draw
     from hetdpt.store.atomic import new_directory
+    from hetdpt.store.csv_file import write_csv
 
     with new_directory(out, SCAN, overwrite) as scratch:
         (scratch / SCAN).write_text(found.to_json() + "\n", encoding="utf-8")
-        write_csv(found, scratch / "scan.csv")
+        write_csv(scratch / "scan.csv", COLUMNS, csv_rows(found))
         draw(found, scratch / "scan.png")
 
 

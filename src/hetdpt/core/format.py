@@ -182,6 +182,15 @@ def split_text(budget: Budget) -> str:
     return f"{budget.attention}+{budget.activation}"
 
 
+def removal_text(removal: str | tuple[str, str]) -> str:
+    """Return a removal as it is written on the command line.
+
+    >>> removal_text("plain"), removal_text(("linear", "calibrated"))
+    ('plain', 'linear,calibrated')
+    """
+    return removal if isinstance(removal, str) else ",".join(removal)
+
+
 def widths(ratios: Mapping[str, float]) -> str:
     """Return the removed part of each size.
 

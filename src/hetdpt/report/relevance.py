@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hetdpt.report.panels import require_figure
+from hetdpt.report.charts import require_figure, write_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -72,7 +72,7 @@ def draw(pictures: Sequence[Picture], layers: Sequence[Layer], path: Path, dpi: 
             places[-1].set_axis_off()
         _draw_picture(places, picture, layers)
     figure.text(GAP / wide, LEGEND / 2 / tall, _legend(layers), fontsize="small", va="center")
-    figure.savefig(path, dpi=dpi, format=path.suffix[1:].lower())
+    write_figure(figure, path, dpi)
 
 
 def _draw_picture(places: list[Axes], picture: Picture, layers: Sequence[Layer]) -> None:

@@ -1,15 +1,17 @@
-"""The tables of a report: names of the columns, and rows of words. No torch here."""
+"""The tables of a report: names of the columns, and rows of text. No torch here."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from hetdpt.core.format import (
     NONE,
     SIZES,
     amount,
     change,
+    duration,
     interval,
     machine,
     milliseconds,
@@ -18,33 +20,44 @@ from hetdpt.core.format import (
     signed,
     split_text,
     times,
-)
+)  # fmt: skip
 from hetdpt.core.goals import describe
 from hetdpt.report.run import RunRecord
-from hetdpt.results import BalanceResult, MeasureResult, MethodRow, ModelFigures
+from hetdpt.results import BalanceResult, MeasureResult, MethodRow
 
-Table = tuple[tuple[str, ...], list[tuple[str, ...]]]
-"""Names of the columns, and rows."""
+
+@dataclass(frozen=True)
+class Table:
+    """A table of text; the first cell of a row names it."""
+
+    label: str
+    """What it shows, for those who cannot see it."""
+    columns: tuple[str, ...]
+    rows: Sequence[tuple[str, ...]]
+    words: tuple[int, ...] = ()
+    """Columns of words, which are not set like numbers."""
+    strong: int | None = None
+    """The row to emphasise."""
+    is_small: bool = False
+    """Whether it may be broken to the width of a phone."""
 
 
 def before_and_after(measured: MeasureResult) -> Table:
     """Return the table of the two models."""
     dense, pruned, speed = measured.dense, measured.pruned, measured.speedup
     points = signed(pruned.accuracy.top1 - dense.accuracy.top1)
-    return ("", "dense", "pruned", "change"), [
+    rates = dense.throughput, pruned.throughput
+    rows = [
         ("accuracy", percent(dense.accuracy.top1), percent(pruned.accuracy.top1), f"{points} points"),
-        ("95 % interval", _range(dense), _range(pruned), ""),
+        ("95 % interval", *(interval(one.accuracy.low, one.accuracy.high) for one in (dense, pruned)), ""),
         ("parameters", amount(dense.params), amount(pruned.params), change(dense.params, pruned.params)),
         ("MACs", amount(dense.macs), amount(pruned.macs), change(dense.macs, pruned.macs)),
         (f"batch of {measured.batch}", *map(milliseconds, (dense.ms, pruned.ms)), change(dense.ms, pruned.ms)),
-        ("images/s", *map(number, (dense.throughput, pruned.throughput)), change(dense.throughput, pruned.throughput)),
+        ("images/s", *map(number, rates), change(*rates)),
         ("speedup", times(1), times(speed.value), f"{signed(100 * (speed.value - 1), 0)} %"),
         ("95 % interval", "", interval(speed.low, speed.high), ""),
     ]
-
-
-def _range(side: ModelFigures) -> str:
-    return interval(side.accuracy.low, side.accuracy.high)
+    return Table("dense and pruned model", ("", "dense", "pruned", "change"), rows, is_small=True)
 
 
 def compared(record: RunRecord) -> list[MethodRow]:
@@ -53,12 +66,11 @@ def compared(record: RunRecord) -> list[MethodRow]:
     if measured is None or comparison is None:
         return []
     pruned, speed, recovery = measured.pruned, measured.speedup, record.results.recover
-    start = recovery.epochs[0].last if recovery and recovery.epochs else None
     own = MethodRow(
         method=record.method,
         accuracy=pruned.accuracy.top1,
         plan=record.results.select.plan if record.results.select else None,
-        start=start,
+        start=recovery.epochs[0].last if recovery and recovery.epochs else None,
         params=pruned.params,
         macs=pruned.macs,
         ms=pruned.ms,
@@ -72,8 +84,8 @@ def compared(record: RunRecord) -> list[MethodRow]:
 
 def comparison_table(record: RunRecord) -> Table:
     """Return the methods, one in a row."""
-    names = ("method", "split", "untrained", "accuracy", "speedup", "95 % interval", "MACs", "params", "")
-    return names, [
+    columns = ("method", "split", "untrained", "accuracy", "speedup", "95 % interval", "MACs", "params", "")
+    rows = [
         (
             row.method,
             split_text(row.plan.budget) if row.plan else NONE,
@@ -87,12 +99,13 @@ def comparison_table(record: RunRecord) -> Table:
         )
         for row in compared(record)
     ]
+    return Table("methods compared", columns, rows, words=(8,), strong=0)
 
 
 def balance_table(found: BalanceResult) -> Table:
     """Return the numbers of layers that were tried with width for the rest, one in a row."""
-    names = ("split", "untrained", "accuracy", "speedup", "MACs", "params", *SIZES.values())
-    return names, [
+    columns = ("split", "untrained", "accuracy", "speedup", "MACs", "params", *SIZES.values())
+    rows = [
         (
             f"{split_text(one.budget)}{' ✓' * (one.budget == found.budget)}",
             percent(one.start),
@@ -104,23 +117,58 @@ def balance_table(found: BalanceResult) -> Table:
         )
         for one in found.candidates
     ]
+    return Table("layers and width", columns, rows, strong=found.chosen)
+
+
+def breakdown_table(measured: MeasureResult) -> Table:
+    """Return the milliseconds by kind of layer."""
+    dense, pruned = (measured.breakdown.get(name, {}) for name in ("dense", "pruned"))
+    sides = [(kind, dense.get(kind, 0.0), pruned.get(kind, 0.0)) for kind in dict.fromkeys([*dense, *pruned])]
+    sides.append(("all", sum(dense.values()), sum(pruned.values())))
+    rows = [
+        (
+            kind,
+            milliseconds(one),
+            milliseconds(two),
+            f"{signed(two - one, 2 if abs(two - one) < 100 else 1)} ms",
+        )
+        for kind, one, two in sides
+    ]
+    return Table("milliseconds by kind of layer", ("", "dense", "pruned", "change"), rows, is_small=True)
+
+
+def time_table(record: RunRecord) -> Table:
+    """Return how long each stage took."""
+    shown = [stage for stage in record.stages if stage.is_done or not record.is_finished]  # not that of the report
+    whole = record.seconds or 1.0
+    rows = [
+        (stage.name, duration(stage.seconds), percent(100 * stage.seconds / whole, 0))
+        if stage.is_done
+        else (stage.name, "not done", "")
+        for stage in shown
+    ]
+    rows.append(("all", duration(record.seconds), ""))
+    return Table("time of each stage", ("stage", "time", "share"), rows, strong=len(rows) - 1, is_small=True)
 
 
 def runs_table(records: Sequence[RunRecord]) -> Table:
     """Return several runs, one in a row."""
-    names = ("run", "model", "goal", "method", "dense", "pruned", "speedup", "MACs", "params", "measured on")
-    return names, [_run_row(name, record) for name, record in zip(labels(records), records, strict=True)]
+    columns = ("run", "model", "goal", "method", "dense", "pruned", "speedup", "MACs", "params", "measured on")
+    rows = [_run_row(name, record) for name, record in zip(labels(records), records, strict=True)]
+    return Table("the runs side by side", columns, rows, words=(1, 2, 3, 9))
 
 
 def labels(records: Sequence[RunRecord]) -> list[str]:
-    """Return what to call each of several runs: its name or, where two have the same, where it is."""
+    """Return the name of each run or, if two have the same name, its directory."""
     names = Counter(record.name for record in records)
     return [record.name if names[record.name] == 1 else str(record.directory) for record in records]
 
 
 def _run_row(name: str, record: RunRecord) -> tuple[str, ...]:
-    measured, asked = record.results.measure, describe(record.goals)
-    about = name, record.model, asked, _ways(record)
+    measured = record.results.measure
+    others = ["width"] if record.config.get("plus") else []
+    others += [str(tokens)] if (tokens := record.config.get("tokens")) else []
+    about = name, record.model, describe(record.goals), " + ".join([record.method, *others])
     if measured is None:
         return *about, *[NONE] * 5, f"not finished: next stage is {record.next_stage}"
     dense, pruned, speed = measured.dense, measured.pruned, measured.speedup
@@ -133,21 +181,3 @@ def _run_row(name: str, record: RunRecord) -> tuple[str, ...]:
         amount(pruned.params),
         machine(measured, measured.batch),
     )
-
-
-def _ways(record: RunRecord) -> str:
-    """Return the method by which layers went, and by what else the model was made faster."""
-    others = ["width"] if record.config.get("plus") else []
-    others += [str(tokens)] if (tokens := record.config.get("tokens")) else []
-    return " + ".join([record.method, *others])
-
-
-def breakdown_table(measured: MeasureResult) -> Table:
-    """Return the milliseconds by kind of layer."""
-    dense, pruned = (measured.breakdown.get(name, {}) for name in ("dense", "pruned"))
-    sides = [(kind, dense.get(kind, 0.0), pruned.get(kind, 0.0)) for kind in dict.fromkeys([*dense, *pruned])]
-    sides.append(("all", sum(dense.values()), sum(pruned.values())))
-    return ("", "dense", "pruned", "change"), [
-        (kind, milliseconds(one), milliseconds(two), f"{signed(two - one, 2 if abs(two - one) < 100 else 1)} ms")
-        for kind, one, two in sides
-    ]

@@ -23,7 +23,7 @@ from hetdpt.core.modules import clone
 from hetdpt.core.plan import Plan
 from hetdpt.data.fixed_batches import ImageBatches
 from hetdpt.data.images import as_seen, open_images, picture_files, prepared
-from hetdpt.report.panels import require_figure
+from hetdpt.report.charts import require_figure
 from hetdpt.report.relevance import Layer, Picture, draw, title
 from hetdpt.store.atomic import require_new, sha256, written
 from hetdpt.studies.relevance import (

@@ -22,6 +22,7 @@ from torch import nn
 
 from hetdpt.adapters.identity import fingerprint
 from hetdpt.core.errors import DataError, PlanError
+from hetdpt.core.format import removal_text
 from hetdpt.core.modules import clone, find_device
 from hetdpt.core.plan import KINDS, Plan, Site
 from hetdpt.core.styles import PRESETS
@@ -30,9 +31,10 @@ from hetdpt.data.sources import Data, open_data
 from hetdpt.flow.collection.work import STEPS
 from hetdpt.flow.execution import Execution, accuracies
 from hetdpt.measurement.accuracy import evaluate
-from hetdpt.report.observation import draw, spell, write_csv
+from hetdpt.report.observation import COLUMNS, csv_rows, draw
 from hetdpt.results import Asymmetry, Disparity, Observations
 from hetdpt.store.atomic import write_json, written
+from hetdpt.store.csv_file import write_csv
 from hetdpt.store.jobs import Finished, Guard, Task, read_result
 from hetdpt.store.run_directory import share
 from hetdpt.studies.heterogeneity import accuracies_without, gradient_disparity
@@ -101,7 +103,7 @@ class Observable:
         """``dense``, ``plain`` or ``plain-attention-3``."""
         if self.removal is None:
             return "dense"
-        removal = spell(self.removal).replace(",", "-")
+        removal = removal_text(self.removal).replace(",", "-")
         return f"{removal}-{self.site.kind}-{self.site.block}" if self.site else removal
 
     @property
@@ -113,8 +115,8 @@ class Observable:
         if self.removal is None:
             return "dense model"
         if self.site is None:
-            return f"gradients, {spell(self.removal)} removal"
-        return f"{self.site.kind} of block {self.site.block} removed ({spell(self.removal)})"
+            return f"gradients, {removal_text(self.removal)} removal"
+        return f"{self.site.kind} of block {self.site.block} removed ({removal_text(self.removal)})"
 
 
 Observed = Finished[Observable, DenseAccuracy | Disparity | Asymmetry]
@@ -237,7 +239,7 @@ def read_results(directory: Path) -> Observations:
 
 def _rank(removal: Removal) -> tuple[int, str]:
     names = list(PRESETS)
-    return names.index(removal) if isinstance(removal, str) else len(names), spell(removal)
+    return names.index(removal) if isinstance(removal, str) else len(names), removal_text(removal)
 
 
 def _write_results(directory: Path) -> None:
@@ -247,6 +249,6 @@ def _write_results(directory: Path) -> None:
         found = now
         write_json(directory / RESULTS, found.to_dict())
         with written(directory / TABLE) as scratch:
-            write_csv(found, scratch)
+            write_csv(scratch, COLUMNS, csv_rows(found))
         with written(directory / FIGURE) as scratch:
             draw(found, scratch)

@@ -34,9 +34,10 @@ from hetdpt.measurement.accuracy import BATCH, evaluate
 from hetdpt.measurement.costs import Costs
 from hetdpt.measurement.speed import measure_throughput
 from hetdpt.reduce.tokens.reduce import reduce_tokens_
-from hetdpt.report.tokens import draw, write_csv
+from hetdpt.report.tokens import draw
 from hetdpt.results import Ratio
 from hetdpt.store.atomic import write_json, written
+from hetdpt.store.csv_file import write_csv
 from hetdpt.store.jobs import Finished, Guard, Task
 from hetdpt.store.run_directory import share
 from hetdpt.surgery.record import InputSize, record_of, require_record, survey_of
@@ -339,6 +340,6 @@ def _write(directory: Path, rows: list[TokensRow]) -> None:
     values = [row.to_dict() for row in rows]
     write_json(directory / RESULTS, {"points": values})
     with written(directory / TABLE) as scratch:
-        write_csv(values, scratch)
+        write_csv(scratch, list(values[0]), values)
     with written(directory / FIGURE) as scratch:
         draw(values, scratch)

@@ -30,6 +30,7 @@ from hetdpt.adapters.identity import fingerprint
 from hetdpt.adapters.models import input_size_of
 from hetdpt.adapters.preprocessing import preprocessing_of
 from hetdpt.core.errors import DataError, MeasureError, ModelError
+from hetdpt.core.format import removal_text
 from hetdpt.core.modules import clone, find_device
 from hetdpt.core.plan import KINDS, Budget, Plan
 from hetdpt.data.sources import Data, Source, open_data
@@ -43,10 +44,9 @@ from hetdpt.flow.resumable import CALIBRATION, recover_into, remove_layers_
 from hetdpt.measurement.accuracy import BATCH, evaluate
 from hetdpt.measurement.costs import Costs
 from hetdpt.measurement.intervals import wilson_interval
-from hetdpt.report.observation import spell
-from hetdpt.report.tokens import write_csv
 from hetdpt.results import Difference
 from hetdpt.store.atomic import write_json, written
+from hetdpt.store.csv_file import write_csv
 from hetdpt.store.jobs import Finished, Guard, Task, read_result
 from hetdpt.store.run_directory import share
 from hetdpt.studies.features import Features, heads_in, take_features, with_classifier_
@@ -431,7 +431,7 @@ class _TransferJob:
         return Transferred(
             name=case.name,
             removed=removed,
-            removal=spell(plan.removal) if case.plan else None,
+            removal=removal_text(plan.removal) if case.plan else None,
             answers=answers,
             training_images=0,
             macs=costs.macs + layer,
@@ -452,7 +452,7 @@ def _write(directory: Path, mode: str, cases: list[TransferCase]) -> None:
         values = _rows(directory, cases, found)
         write_json(directory / RESULTS, {"mode": mode, "rows": values})
         with written(directory / TABLE) as scratch:
-            write_csv(values, scratch)
+            write_csv(scratch, list(values[0]), values)
 
 
 def _finished(directory: Path) -> dict[str, Transferred]:

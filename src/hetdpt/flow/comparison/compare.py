@@ -36,7 +36,7 @@ from hetdpt.flow.collection.work import SampleDone
 from hetdpt.flow.comparison.statistics import summarise
 from hetdpt.flow.comparison.work import Cell, ComparisonDone, ComparisonJob, plan_key
 from hetdpt.flow.execution import Execution
-from hetdpt.report.comparison import draw, write_csv
+from hetdpt.report.comparison import COLUMNS, csv_rows, draw
 from hetdpt.results import ComparisonRow, DenseModel, MethodComparison, from_json
 from hetdpt.selection.methods import METHODS, method_called
 from hetdpt.selection.predictor.polynomial import Row
@@ -45,6 +45,7 @@ from hetdpt.selection.predictor.rows import plain_rows
 from hetdpt.selection.predictor.samples import CollectConfig
 from hetdpt.selection.select import SelectConfig
 from hetdpt.store.atomic import parse_json, write_json, written
+from hetdpt.store.csv_file import write_csv
 from hetdpt.store.run_directory import share
 from hetdpt.surgery.remove import place_, ready, removable
 from hetdpt.training.recover import RecoverConfig
@@ -159,7 +160,7 @@ def read_comparison(directory: Path) -> MethodComparison:
 def _write(directory: Path, found: MethodComparison) -> None:
     write_json(directory / RESULTS, found.to_dict())
     with written(directory / TABLE) as scratch:
-        write_csv(found, scratch)
+        write_csv(scratch, COLUMNS, csv_rows(found))
     with written(directory / FIGURE) as scratch:
         draw(found, scratch)
 
