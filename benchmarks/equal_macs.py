@@ -21,8 +21,8 @@ import hetdpt
 from hetdpt.cli.options import read_numbers, read_settings
 from hetdpt.export.saved import open_model
 from hetdpt.flow.stages.events import Event
-from hetdpt.flow.stages.summary import RunSummary
 from hetdpt.measurement.machine import Machine
+from hetdpt.results import RunSummary
 
 WAYS: dict[str, dict[str, Any]] = {
     "depth": {},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Collection
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
@@ -13,12 +14,14 @@ import yaml
 
 from hetdpt.core.plan import KINDS, Budget, Sample
 from hetdpt.core.tokens import Tokens
+from hetdpt.flow import pipeline
 from hetdpt.report.frontier import summary
-from hetdpt.results import Price, Prices
+from hetdpt.results import Price, Prices, RunSummary, from_json
 from hetdpt.selection.predictor.allocate import allocate, frontier, surface
 from hetdpt.selection.predictor.polynomial import fit_predictor
-from hetdpt.store.stage_directory import CONFIG, FLOW, STAGES, SUMMARY, StageRecord, stage_directory
+from hetdpt.store.stage_directory import CONFIG, FLOW, SUMMARY, StageRecord, stage_directory
 
+STAGES = tuple(stage.name for stage in pipeline.FLOW)
 BLOCKS = 12
 PLAN: dict[str, Any] = {"attention": [2, 5, 9], "activation": [1, 4, 6, 7, 10], "removal": "calibrated"}
 VERSIONS = {"hetdpt": "0.1.0", "python": "3.11.4", "torch": "2.13.0", "timm": "1.0.30"}
@@ -43,14 +46,17 @@ def build_run(directory: Path, last: str = STAGES[-1], is_finished: bool = True,
     directory.mkdir(parents=True)
     (directory / CONFIG).write_text(yaml.safe_dump(config, sort_keys=False))
     results = stage_results(config)
-    flow = [name for name in STAGES if name in results and not (name == "collect" and config["samples"])]
-    (directory / FLOW).write_text(json.dumps(flow))
+    write_flow(directory, [name for name in results if not (name == "collect" and config["samples"])])
     for name in STAGES[: STAGES.index(last) + 1]:
         if name in results:
             write_stage(directory, name, results[name])
     if is_finished:
         (directory / SUMMARY).write_text(json.dumps(summary_of(config)))
     return directory
+
+
+def write_flow(run: Path, needed: Collection[str]) -> None:
+    (run / FLOW).write_text(json.dumps({name: name in needed for name in STAGES}))
 
 
 def write_stage(run: Path, name: str, result: dict[str, Any] | None, **versions: str) -> None:
@@ -78,7 +84,7 @@ def stage_results(config: dict[str, Any]) -> dict[str, Any]:
         "merge": {"merged": 0 if config["layers"] == 0 else 5, "difference": 1e-6},
         "measure": measured(),
         "save": {"model": "model", "exports": {}, "bytes": 1_900_000},
-        "report": {"files": []},
+        "report": {"files": {}},
     }  # fmt: skip
     if config["method"] == "hetdpt" and config["layers"] != 0:
         found |= predicted()
@@ -227,6 +233,11 @@ def compared(method: str) -> dict[str, Any]:
         "params": 520_000, "macs": 33_000_000, "ms": None, "speedup": 1.2 + number / 100, "low": 1.2, "high": 1.4,
         "note": "",
     }  # fmt: skip
+
+
+def run_summary(**changes: Any) -> RunSummary:
+    """Return the summary of a run with a goal of 8 layers."""
+    return from_json(RunSummary, {**summary_of({"method": "hetdpt"}), **changes}, Path(SUMMARY))
 
 
 def summary_of(config: dict[str, Any]) -> dict[str, Any]:

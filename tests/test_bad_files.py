@@ -31,8 +31,7 @@ from hetdpt.data.sources import open_data
 from hetdpt.flow.collection.collect import read_run
 from hetdpt.flow.comparison.compare import read_comparison
 from hetdpt.flow.config import RunConfig
-from hetdpt.flow.stages.summary import RunSummary
-from hetdpt.results import Prices
+from hetdpt.results import Prices, RunSummary
 from hetdpt.store.stage_directory import read_flow
 from hetdpt.tasks.boxes import open_boxes
 

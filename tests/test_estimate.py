@@ -22,11 +22,12 @@ from hetdpt.data.sources import open_data
 from hetdpt.data.subset import hold_out
 from hetdpt.flow.collection.collect import collect_into
 from hetdpt.flow.config import RunConfig
+from hetdpt.flow.dry_run import Estimate, estimate
 from hetdpt.flow.execution import Execution
-from hetdpt.flow.pipeline import run
+from hetdpt.flow.pipeline import run, stages_of
 from hetdpt.flow.recipes import quick
-from hetdpt.flow.stages import trial
-from hetdpt.flow.stages.estimate import Estimate, StageEstimate, estimate
+from hetdpt.flow.stages.stage import StageEstimate
+from hetdpt.flow.stages.timing import Trials
 from hetdpt.selection.select import select
 from hetdpt.store.stage_directory import WORK, stage_directory
 from hetdpt.surgery.gate import gates_of
@@ -134,12 +135,16 @@ def test_layers_or_width_takes_as_many_updates_evaluations_and_models(dense: nn.
     samples.write_text("attention,activation,accuracy\n0,0,50\n1,0,49\n2,0,45\n0,1,48\n0,2,44\n1,1,46\n2,2,30\n")
     asked = config(tmp_path / "run", **PLUS, samples=samples, rounds=None, depths=(0, 1))
     expected, told = estimate(asked, dense, DATA), Counter[str]()
-    assert [one.stage for one in expected.stages] == list(asked.stages)
+    assert [one.stage for one in expected.stages] == [one.name for one in stages_of(asked)]
     run(asked, inputs=(dense, DATA), until="narrow", watch=lambda event: told.update([event.text]))
     found, held = stage(expected, "balance"), len(hold_out(DATA).val or ())
-    assert found.updates == told["0 layers less"] + told["1 layer less"] == 2 * 5
+    assert (
+        found.updates
+        == told["0 layers removed and width: fine-tuning"] + told["1 layer removed and width: fine-tuning"]
+        == 2 * 5
+    )
     assert found.evaluations == 2 * 2 * held
-    assert found.text == f"0, 1 layers less and width, 1 epoch of 5 updates each, measured on {held} images held out"
+    assert found.text == f"0, 1 layers removed and width, 1 epoch of 5 updates each, measured on {held} images held out"
     for name in ("balance", "narrow"):
         saved = [*(stage_directory(asked.out, name) / WORK).rglob("*.safetensors")]
         assert stage(expected, name).left == len(saved) * weights_of(dense)
@@ -149,7 +154,7 @@ def test_all_of_the_goal_may_be_for_width_to_meet(dense: nn.Module) -> None:
     found = estimate(config(Path("nowhere"), **PLUS | {"layers": 0}, rounds=None), dense, DATA)
     assert all(parameter.grad is None for parameter in dense.parameters())
     assert (found.layers, found.is_guess) == (0, False)
-    assert stage(found, "select").text == "no layers: all of the goal is for width to meet"
+    assert stage(found, "select").text == "no layers: width meets the whole goal"
     assert stage(found, "select").seconds is None
     assert stage(found, "narrow").text == "width for the rest of the goal, at most 70% of the MACs: 8 training images"
     assert stage(found, "reduce").text == "2 tokens fewer after each attention (tome)"
@@ -158,7 +163,7 @@ def test_all_of_the_goal_may_be_for_width_to_meet(dense: nn.Module) -> None:
 
 
 def test_numbers_of_layers_that_a_model_does_not_have_are_refused(dense: nn.Module) -> None:
-    with pytest.raises(PlanError, match="depths has 7 layers, but this model has 6 that can go"):
+    with pytest.raises(PlanError, match="depths has 7 layers, but only 6 of this model can be removed"):
         estimate(config(Path("nowhere"), **PLUS, depths=(0, 7)), dense, DATA)
 
 
@@ -200,7 +205,7 @@ def test_what_a_run_would_refuse_is_refused(dense: nn.Module) -> None:
 @pytest.mark.parametrize(("ema", "parts"), [(0.0, 3), (0.5, 4)])
 def test_a_checkpoint_has_weights_two_moments_and_an_average(dense: nn.Module, ema: float, parts: int) -> None:
     asked = config(Path("nowhere"))
-    tried = trial.try_training(dense, DATA, asked.recovery.with_settings({"training.ema_decay": ema}), asked)
+    tried = Trials(asked, dense, DATA).training(asked.recovery.with_settings({"training.ema_decay": ema}), DATA)
     assert tried.state == pytest.approx(parts * weights_of(dense), rel=0.02)  # beside them, counters of a few bytes
     assert (tried.epochs, tried.updates, tried.images, tried.has_average) == (3, 15, 40, bool(ema))
     assert tried.evaluations == 4 * (2 if ema else 1)
@@ -209,9 +214,9 @@ def test_a_checkpoint_has_weights_two_moments_and_an_average(dense: nn.Module, e
 def test_answers_of_a_teacher_that_are_kept_are_asked_for_once(dense: nn.Module) -> None:
     asked = config(Path("nowhere"))
     kept = {"cache_teacher": True, "augmentation.fixed_views": True}
-    tried = trial.try_training(dense, DATA, asked.recovery.with_settings(kept), asked)
+    tried = Trials(asked, dense, DATA).training(asked.recovery.with_settings(kept), DATA)
     assert tried.asks
-    assert not trial.try_training(dense, DATA, asked.recovery, asked).asks
+    assert not Trials(asked, dense, DATA).training(asked.recovery, DATA).asks
 
 
 def test_times_on_a_few_images_are_stretched_to_all(dense: nn.Module) -> None:
@@ -220,7 +225,7 @@ def test_times_on_a_few_images_are_stretched_to_all(dense: nn.Module) -> None:
     def work(images: Any) -> None:
         time.sleep(0.02 + 0.002 * images.count)
 
-    found = trial._stretched(work, dense, DATA, asked)
+    found = Trials(asked, dense, DATA).on_all_images(work)
     assert 0.35 < found < 1.5  # 0.42; a busy machine sleeps longer
 
 

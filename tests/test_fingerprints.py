@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import fields, is_dataclass, replace
-from functools import wraps
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -16,7 +16,7 @@ import hetdpt
 from hetdpt.core.errors import HetDPTError
 from hetdpt.flow import pipeline
 from hetdpt.flow.config import RunConfig
-from hetdpt.flow.stages.task import DATA, MODEL, SAMPLES, Result, Stage, StageTask
+from hetdpt.flow.stages.stage import DATA, EVERY_STAGE, MODEL, SAMPLES, RunContext, Stage
 from hetdpt.results import Price
 from hetdpt.store.settings import setting_types
 
@@ -109,31 +109,32 @@ class Watched:
         return Watched(self._config.with_numbers(dense), self._read)  # a copy reads all settings, which says nothing
 
 
-class Results(dict[str, Result]):
-    """Results of stages that note which of them are read."""
+class WatchedResults(dict[type, Any]):
+    """Results of stages that note of which stages they are read."""
 
-    def __init__(self, results: dict[str, Result], read: set[str]) -> None:
+    def __init__(self, results: dict[type, Any], read: set[str]) -> None:
         super().__init__(results)
-        self._read = read
+        self._read, self._names = read, {stage.result: stage.name for stage in pipeline.FLOW}
 
-    def __getitem__(self, name: str) -> Result:
-        self._read.add(name)
-        return super().__getitem__(name)
+    def __getitem__(self, kind: type) -> Any:
+        self._read.add(self._names[kind])
+        return super().__getitem__(kind)
 
-    def get(self, name: str, default: Any = None) -> Any:
-        self._read.update({name} & self.keys())
-        return super().get(name, default)
+    def get(self, kind: type, default: Any = None) -> Any:
+        self._read.update({self._names[kind]} if kind in self else ())
+        return super().get(kind, default)
 
 
-def watched(stage: Stage, settings: set[str], results: set[str]) -> Stage:
+def watched(stage: Stage[Any], settings: set[str], results: set[str]) -> Stage[Any]:
     """Return ``stage`` so that it notes what it reads."""
 
-    @wraps(stage.work)
-    def work(task: StageTask) -> Result:
-        config: Any = Watched(task.config, settings)
-        return stage.work(replace(task, config=config, results=Results(task.results, results)))
+    def run(context: RunContext) -> Any:
+        config: Any = Watched(context.config, settings)
+        return stage.run(replace(context, config=config, results=WatchedResults(context.results, results)))
 
-    return replace(stage, work=work)
+    found = copy(stage)
+    vars(found)["run"] = run
+    return found
 
 
 def asked(home: Path, flow: str, **changes: Any) -> RunConfig:
@@ -141,17 +142,24 @@ def asked(home: Path, flow: str, **changes: Any) -> RunConfig:
     return RunConfig.resolve(changes={**given, **CHANGES, **FLOWS[flow], **changes})
 
 
-def known_by(stage: Stage, config: RunConfig) -> Any:
+def known_by(stage: Stage[Any], config: RunConfig) -> Any:
     """Return what of ``config`` ``stage`` is known by: settings, and which inputs there are."""
-    if stage.name not in config.stages:
+    if not stage.is_needed(config):
         return None
-    return stage.asked_of(config, {})["settings"], [name for name in stage.inputs if name in config.stages]
+    names = [one.name for one in pipeline.stages_of(config)]
+    return stage.asked_of(config, {})["settings"], [name for name in names if name in inputs_of(stage)]
+
+
+def inputs_of(stage: Stage[Any]) -> set[str]:
+    """Return the inputs of a stage by name."""
+    names = [one.name for one in pipeline.FLOW]
+    return {*names[: names.index(stage.name)]} if EVERY_STAGE in stage.inputs else {*stage.inputs}
 
 
 def behind(name: str) -> set[str]:
     """Return all that decides what the stage ``name`` comes to by its inputs, and by theirs."""
     stages = {stage.name: stage for stage in pipeline.FLOW}
-    found = set(stages[name].inputs) if name in stages else set()
+    found = inputs_of(stages[name]) if name in stages else set()
     return found.union(*map(behind, found))
 
 
@@ -199,7 +207,7 @@ def test_a_setting_that_a_stage_reads_is_one_it_is_known_by(
     )
     config = asked(home, flow)
     hetdpt.run(config)
-    monkeypatch.setattr("hetdpt.flow.stages.task.find_device", lambda name: torch.device(name or "cpu"))
+    monkeypatch.setattr("hetdpt.flow.stages.stage.find_device", lambda name: torch.device(name or "cpu"))
     faults = []
     for name in ANOTHER:
         top, two = name.partition(".")[0], pair(home, flow, name)
@@ -210,6 +218,6 @@ def test_a_setting_that_a_stage_reads_is_one_it_is_known_by(
             if top in settings[stage.name] and not is_given and (stage.name, top) not in HARMLESS:
                 faults.append(f"{stage.name} reads {top}, but is not known by {name}")
     assert not faults
-    for name in config.stages:
+    for name in (stage.name for stage in pipeline.stages_of(config)):
         unnamed = {one for one in results[name] - behind(name) if (name, one) not in UNNAMED}
         assert not unnamed, f"{name} uses results that are not among its inputs"

@@ -22,6 +22,7 @@ from run_directories import (
     BLOCKS,
     EVIL,
     PLUS,
+    STAGES,
     USUAL,
     build_run,
     change_stage,
@@ -30,6 +31,7 @@ from run_directories import (
     picks,
     predicted,
     prices,
+    run_summary,
     samples,
     scores,
     summary_of,
@@ -44,7 +46,7 @@ from hetdpt.report.headline import title
 from hetdpt.report.run import RunRecord
 from hetdpt.report.run_charts import blocks, frontier, layers_and_width, methods, recovery, surface, turns_of
 from hetdpt.report.write import REPORTS, write_report, write_reports
-from hetdpt.store.stage_directory import CONFIG, FLOW, STAGE, STAGES, SUMMARY, stage_directory
+from hetdpt.store.stage_directory import CONFIG, FLOW, STAGE, SUMMARY, stage_directory
 
 run = test_cli.run  # the fixture
 
@@ -103,7 +105,7 @@ def test_an_unfinished_run_says_what_is_next(tmp_path: Path, last: str, then: st
 def test_stages_that_a_run_does_not_have_are_not_waited_for(tmp_path: Path) -> None:
     other = build_run(tmp_path / "other", "analyse", is_finished=False, method="te-static", compare=[])
     assert RunRecord.read(other).next_stage == "select"
-    assert "compare" not in RunRecord.read(other).planned
+    assert not RunRecord.read(other).flow["compare"]
     given = build_run(tmp_path / "given", "analyse", is_finished=False, samples="samples.csv")
     assert RunRecord.read(given).next_stage == "fit"
 
@@ -133,15 +135,15 @@ def test_a_method_without_a_split_has_a_report_without_a_surface(tmp_path: Path)
 def test_versions_that_differ_are_a_warning(full: Path) -> None:
     write_stage(full, "merge", {"merged": 5, "difference": 0.0}, torch="9.9")
     (warning,) = RunRecord.read(full).warnings[1:]
-    assert warning == "stages were done with different versions of torch: 2.13.0, 9.9"
+    assert warning == "stages ran with different versions of torch: 2.13.0, 9.9"
 
 
 def test_what_is_no_run_or_a_damaged_one_is_refused(tmp_path: Path, full: Path) -> None:
-    with pytest.raises(FileError, match=f"{tmp_path} is no directory of hetdpt run: it has no config.yaml"):
+    with pytest.raises(FileError, match=f"{tmp_path} is not a directory of hetdpt run: it has no config.yaml"):
         RunRecord.read(tmp_path)
     change_stage(full, "fit", degree="two")
     file = stage_directory(full, "fit") / STAGE
-    with pytest.raises(FileError, match=rf"{file} is not what this version of hetdpt writes \(degree: .*integer.*\); "):
+    with pytest.raises(FileError, match=rf"{file} was written by an older version of hetdpt; .* \(degree: .*integer"):
         RunRecord.read(full)
     (full / CONFIG).write_text("a: [")
     with pytest.raises(FileError, match="config.yaml are damaged"):
@@ -378,7 +380,7 @@ def test_a_goal_that_was_missed_says_by_how_much_and_what_to_try(full: Path) -> 
     text, command = "missed by 5 %", f"hetdpt run --config {full / CONFIG} --set 'budget=[4, 6]' --out {full}-next"
     further = {"budget": {"attention": 4, "activation": 6}}
     goal = {"wanted": {"speedup": 1.5}, "is_met": False, "text": text, "next": further}
-    write_reports(full, {**summary_of({"method": "hetdpt"}), "goal": goal})
+    write_reports(full, run_summary(goal=goal))
     assert f"Goal missed: {text}" in Page.read(full).text
     assert command in Page.read(full).text
     markdown = (full / REPORTS["markdown"]).read_text()
@@ -552,7 +554,7 @@ def test_markdown_has_the_numbers(full: Path) -> None:
 def test_a_report_is_written_before_the_summary_is(tmp_path: Path) -> None:
     run = build_run(tmp_path / "demo", "compare", is_finished=False)
     write_stage(run, "report", None)
-    write_reports(run, summary_of({"method": "hetdpt"}))
+    write_reports(run, run_summary())
     assert "Goal met" in Page.read(run).text
     assert sorted(file.name for file in run.iterdir() if file.is_file()) == [CONFIG, FLOW, *sorted(REPORTS.values())]
 
@@ -591,7 +593,7 @@ def test_the_command_compares_runs(run: Run, tmp_path: Path, full: Path) -> None
 
 def test_the_command_refuses_in_a_sentence(run: Run, tmp_path: Path, full: Path) -> None:
     run("report", tmp_path).is_refused(
-        f"{tmp_path} is no directory of hetdpt run: it has no config.yaml; give one that has"
+        f"{tmp_path} is not a directory of hetdpt run: it has no config.yaml; give one that has"
     )
     run("report", full, "--out", "x.pdf").is_refused(
         "a report is a file that ends in .html, .md, .json, but x.pdf does not"

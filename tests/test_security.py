@@ -17,7 +17,7 @@ import test_cli
 from hypothesis import given
 from hypothesis import strategies as st
 from packaging.requirements import Requirement
-from run_directories import build_run
+from run_directories import STAGES, build_run
 from test_bad_files import EXAMPLES, TRIED, count  # noqa: F401 - a fixture
 from test_cli import Run
 from test_training_cli import build
@@ -200,7 +200,7 @@ def test_a_stage_removes_nothing_outside_of_its_run(tmp_path: Path, name: str) -
     file.write_text(json.dumps(values))
     with pytest.raises(FileError, match="is damaged"):
         StageRecord.read(file.parent)
-    with held(directory, "", {}, redo="report"):
+    with held(directory, STAGES, "", {}, redo="report"):
         pass
     assert precious.is_dir()
 

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import test_cli
 import yaml
-from run_directories import USUAL
+from run_directories import STAGES, USUAL, write_flow
 from test_cli import Run
 
 from hetdpt.store.lock import alone
-from hetdpt.store.stage_directory import CONFIG, FLOW, NOW, STAGE, STAGES, Clock, begin, stage_directory
+from hetdpt.store.stage_directory import CONFIG, NOW, STAGE, Clock, begin, stage_directory
 
 run = test_cli.run  # the fixture
 
@@ -116,9 +116,9 @@ def make(directory: Path, done: tuple[str, ...], at_work: str | None = None, flo
     """Write a run with those stages done, and one begun."""
     directory.mkdir()
     (directory / CONFIG).write_text(yaml.safe_dump({"model": "demo", "data": "demo", "method": "hetdpt"}))
-    (directory / FLOW).write_text(json.dumps(flow))
+    write_flow(directory, flow)
     for name in (*done, *([at_work] if at_work else [])):
-        clock = Clock(begin(directory, name, {"layers": 3}, {}, {"python": "3"}))
+        clock = Clock(begin(directory, name, {"settings": {"layers": 3}, "inputs": {}}, {"python": "3"}))
         clock.note("fine-tuning", 40, 230)
         if name in done:
             clock.finish(RESULTS[name])
@@ -205,7 +205,7 @@ def test_what_is_no_run(what: str, run: Run, tmp_path: Path) -> None:
         place.write_text("")
     if what == "an empty directory":
         place.mkdir()
-    run("status", place).is_refused(f"{place} is no directory of hetdpt run: it has no {CONFIG}; give one that has")
+    run("status", place).is_refused(f"{place} is not a directory of hetdpt run: it has no {CONFIG}; give one that has")
 
 
 @pytest.mark.parametrize("damage", ["cut", "changed", "other"])

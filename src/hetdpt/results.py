@@ -15,14 +15,14 @@ from typing import Any, TypeVar
 from pydantic import TypeAdapter, ValidationError
 
 from hetdpt.core.errors import FileError, HetDPTError, PredictError, first_line
-from hetdpt.core.format import estimate, times
+from hetdpt.core.format import amount, counted, estimate, fewer_tokens, machine, percent, times, widths
 from hetdpt.core.goals import Measures
 from hetdpt.core.plan import KINDS, Budget, Kind, Plan, Site
 from hetdpt.core.tokens import Tokens
 from hetdpt.store.atomic import CHECKSUM, parse_json, sealed
+from hetdpt.store.stage_directory import OLDER, SUMMARY
 
 T = TypeVar("T")
-OLDER = "was written by an older version of hetdpt; start a new run directory or use the version that made it"
 
 
 def to_json(value: Any) -> Any:
@@ -223,7 +223,7 @@ class Split:
         return f"{self.budget.attention} attention + {self.budget.activation} activation"
 
 
-# The stages, in their order
+# The stages, in their order. ``brief`` is the result in one line, as ``hetdpt status`` shows it.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -244,6 +244,10 @@ class AnalyseResult:
     params: int
     macs: int
     prices: Prices
+
+    @property
+    def brief(self) -> str:
+        return f"{percent(self.accuracy.top1)} of {self.accuracy.count} images, {self.blocks} blocks"
 
 
 @dataclass(frozen=True)
@@ -277,6 +281,10 @@ class CollectResult:
     measured_on: str
     """Which images."""
 
+    @property
+    def brief(self) -> str:
+        return counted(len(self.samples), "sample")
+
 
 @dataclass(frozen=True, kw_only=True)
 class FitResult:
@@ -300,6 +308,10 @@ class FitResult:
     """Predictions for every split."""
     warnings: tuple[str, ...] = ()
 
+    @property
+    def brief(self) -> str:
+        return f"degree {self.degree}, wrong by {self.mae:.2f} points on average"
+
 
 @dataclass(frozen=True, kw_only=True)
 class AllocateResult:
@@ -322,6 +334,10 @@ class AllocateResult:
     def tied(self) -> tuple[Split, ...]:
         """The other rows of the table that the best cannot be told from."""
         return tuple(row for row in self.table if row.is_tied and row.budget != self.budget)
+
+    @property
+    def brief(self) -> str:
+        return f"{self.budget.attention} attention + {self.budget.activation} activation"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -361,6 +377,11 @@ class BalanceResult:
         """The index of the chosen candidate."""
         return [one.budget for one in self.candidates].index(self.budget)
 
+    @property
+    def brief(self) -> str:
+        accuracy, budget = percent(self.candidates[self.chosen].accuracy), self.budget
+        return f"{budget.attention} attention + {budget.activation} activation, then width: {accuracy}"
+
 
 @dataclass(frozen=True)
 class ChosenLayer:
@@ -380,6 +401,11 @@ class SelectResult:
     picks: tuple[ChosenLayer, ...] = ()
     """In the order in which they were chosen."""
 
+    @property
+    def brief(self) -> str:
+        blocks = {kind: getattr(self.plan, kind) for kind in KINDS}
+        return ", ".join(f"{kind} {' '.join(map(str, of))}" for kind, of in blocks.items() if of) or "no layers"
+
 
 @dataclass(frozen=True, kw_only=True)
 class NarrowResult:
@@ -391,6 +417,10 @@ class NarrowResult:
     params: float
     tried: int
     speedup: float | None = None
+
+    @property
+    def brief(self) -> str:
+        return f"less {widths(self.ratios)}; {amount(self.macs)} MACs, {amount(self.params)} parameters"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -426,6 +456,11 @@ class RecoverResult:
     unreadable: tuple[str, ...] = ()
     """Files that could not be read."""
 
+    @property
+    def brief(self) -> str:
+        after = f"{percent(self.last)} after {counted(self.epochs[-1].number, 'epoch')}"
+        return f"{percent(self.start)} before, {after}, best {percent(self.best)}"
+
 
 @dataclass(frozen=True)
 class MergeResult:
@@ -435,12 +470,20 @@ class MergeResult:
     difference: float
     plan: Plan = field(default_factory=Plan)
 
+    @property
+    def brief(self) -> str:
+        return f"{counted(self.merged, 'FFN')} merged"
+
 
 @dataclass(frozen=True)
 class ReduceResult:
     """How the blocks of the merged model reduce tokens."""
 
     tokens: Tokens
+
+    @property
+    def brief(self) -> str:
+        return fewer_tokens(self.tokens)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -471,6 +514,11 @@ class MeasureResult:
     breakdown: dict[str, dict[str, float]] = field(default_factory=dict)
     """Milliseconds of a batch by kind of layer, of ``dense`` and ``pruned``."""
 
+    @property
+    def brief(self) -> str:
+        accuracy, speedup = percent(self.pruned.accuracy.top1), times(self.speedup.value)
+        return f"{accuracy}, {speedup} ({machine(self, self.batch)})"
+
 
 @dataclass(frozen=True, kw_only=True)
 class SaveResult:
@@ -482,6 +530,10 @@ class SaveResult:
     bytes: int = 0
     files: dict[str, str | None] = field(default_factory=dict)
     """What was written to the run directory: a checksum, or None for a folder."""
+
+    @property
+    def brief(self) -> str:
+        return ", ".join((self.model, *self.exports))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -511,6 +563,10 @@ class CompareResult:
     measured: str = ""
     """On which device, in which dtype and batch."""
     warnings: tuple[str, ...] = ()
+
+    @property
+    def brief(self) -> str:
+        return ", ".join(f"{row.method} {percent(row.accuracy)}" for row in self.rows)
 
 
 @dataclass(frozen=True)
@@ -606,7 +662,18 @@ class RunSummary:
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as plain JSON."""
-        return asdict(self)
+        values: dict[str, Any] = to_json(self)
+        return values
+
+    @classmethod
+    def read(cls, directory: Path) -> RunSummary:
+        """Return the summary of a finished run; ``FileError`` if there is none."""
+        file = directory / SUMMARY
+        try:
+            values = parse_json(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise FileError(f"{file} cannot be read ({first_line(error)}); hetdpt run writes it") from None
+        return from_json(cls, values, file)
 
 
 # Studies

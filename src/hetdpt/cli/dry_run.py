@@ -10,13 +10,13 @@ from hetdpt.cli.show import print_, print_json, stages, table
 
 if TYPE_CHECKING:
     from hetdpt.flow.config import RunConfig
-    from hetdpt.flow.stages.estimate import Estimate
+    from hetdpt.flow.dry_run import Estimate
 
 
 def show_estimate(asked: RunConfig, redo: str | None, as_json: bool, quiet: bool) -> None:
     """Try the steps of a run and print what it would do; nothing is written."""
+    from hetdpt.flow.dry_run import estimate
     from hetdpt.flow.pipeline import done_before, open_inputs
-    from hetdpt.flow.stages.estimate import estimate
 
     model, data = open_inputs(asked)
     done = done_before(asked, model, data, redo)

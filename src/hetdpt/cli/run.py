@@ -40,9 +40,9 @@ from hetdpt.export.runtimes import EXPORTS
 
 if TYPE_CHECKING:
     from hetdpt.flow.config import RunConfig
-    from hetdpt.flow.stages.summary import RunSummary
+    from hetdpt.report.run import RunRecord
+    from hetdpt.results import RunSummary
 
-COLUMNS = ("method", "accuracy", "params", "macs", "ms", "speedup")
 TRAININGS = ("collection", "search", "recovery")
 EVERYWHERE = {  # options that hold for each of them
     "batch_size": "training.batch_size",
@@ -205,12 +205,12 @@ def _print(found: RunSummary, out: Path) -> None:
     from hetdpt.report.run import RunRecord
     from hetdpt.report.write import REPORTS
 
-    print_(_table(found, out))
     record = RunRecord.read(out)
+    print_(_table(found, record))
     measured = record.results.measure
     assert measured is not None
     typer.echo(f"{title(record)}; {found.images} images, {machine(measured, measured.batch)}")
-    gone = (f"{kind} {' '.join(map(str, found.plan[kind])) or 'none'}" for kind in KINDS)
+    gone = (f"{kind} {' '.join(map(str, getattr(found.plan, kind))) or 'none'}" for kind in KINDS)
     typer.echo(f"removed: {'; '.join(gone)}")
     if found.ratios:
         typer.echo(f"width: {widths(found.ratios)} less")
@@ -227,16 +227,18 @@ def _print(found: RunSummary, out: Path) -> None:
     typer.echo(f"report: {(out / REPORTS['html']).resolve()}")
 
 
-def _table(found: RunSummary, out: Path) -> Any:
+def _table(found: RunSummary, record: RunRecord) -> Any:
     """Return the table of all models."""
     from hetdpt.core.format import amount, milliseconds, percent, times
-    from hetdpt.store.stage_directory import read_stages
 
     rows = table("what it came to", "", "accuracy", "params", "MACs", "of a batch", "speedup")
-    models = [("dense", found.dense_accuracy, found.dense_params, found.dense_macs, found.dense_ms, 1.0)]
+    models: list[tuple[Any, ...]] = [
+        ("dense", found.dense_accuracy, found.dense_params, found.dense_macs, found.dense_ms, 1.0)
+    ]
     models.append((found.method, found.pruned_accuracy, found.params, found.macs, found.ms, found.speedup))
-    compared = next((stage.result for stage in read_stages(out) if stage.name == "compare"), None) or {"rows": ()}
-    models += [tuple(row[name] for name in COLUMNS) for row in compared["rows"]]
+    compared = record.results.compare
+    for row in compared.rows if compared else ():
+        models.append((row.method, row.accuracy, row.params, row.macs, row.ms, row.speedup))
     for name, accuracy, params, macs, ms, speedup in models:
         rows.add_row(name, percent(accuracy), amount(params), amount(macs), milliseconds(ms), times(speedup))
     return rows

@@ -27,7 +27,6 @@ from hetdpt.selection.methods import METHODS, method_called
 from hetdpt.selection.predictor.samples import CollectConfig
 from hetdpt.selection.select import SelectConfig
 from hetdpt.store.settings import checked, made, read_settings, setting_types, spelled, write_yaml
-from hetdpt.store.stage_directory import STAGES
 from hetdpt.surgery.record import Removal
 from hetdpt.training.recover import RecoverConfig
 
@@ -158,20 +157,6 @@ class RunConfig(GoalFields):
     def exports(self) -> tuple[ExportRuntime, ...]:
         """The rows of ``EXPORTS`` that the model is exported to."""
         return tuple(row for row in EXPORTS.values() if row.name in self.export or (self.onnx and row.name == "onnx"))
-
-    @property
-    def stages(self) -> tuple[str, ...]:
-        """The names of the stages that the run has, in order."""
-        is_needed = {
-            "collect": self.is_sampled,
-            "fit": self.is_split,
-            "allocate": self.is_split and not self.is_balanced,
-            "balance": self.is_balanced,
-            "narrow": self.plus,
-            "reduce": self.tokens is not None,
-            "compare": bool(self.compare),
-        }
-        return tuple(name for name in STAGES if is_needed.get(name, True))
 
     @property
     def wanted(self) -> Wanted:

@@ -1,4 +1,24 @@
-"""The whole flow, from a dense model to a shipped one, on one screen. What a stage does is in ``stages``."""
+"""The whole flow, from a dense model to a shipped one, on one screen. What a stage does is in ``stages``.
+
+Each stage writes its result to the run directory before the next begins, so that a run can be resumed:
+
+>>> for stage in FLOW:
+...     print(stage)
+analyse   model, data -> AnalyseResult
+collect   model, data -> CollectResult
+fit       model, analyse, collect, samples -> FitResult
+allocate  analyse, fit -> AllocateResult
+balance   model, data, analyse, fit -> BalanceResult
+select    model, data, allocate, balance -> SelectResult
+narrow    model, data, analyse, select -> NarrowResult
+recover   model, data, select, narrow -> RecoverResult
+merge     recover -> MergeResult
+reduce    merge -> ReduceResult
+measure   model, data, merge, reduce -> MeasureResult
+save      merge, reduce -> SaveResult
+compare   model, data, select -> CompareResult
+report    every stage -> ReportResult
+"""
 
 from __future__ import annotations
 
@@ -9,42 +29,44 @@ from typing import Any
 from torch import nn
 
 from hetdpt.core.errors import PlanError
-from hetdpt.core.goals import GOALS
 from hetdpt.core.randomness import seeded
 from hetdpt.data.sources import Data, open_data
 from hetdpt.export.saved import open_model
 from hetdpt.flow.collection.collect import read_samples
 from hetdpt.flow.config import RunConfig
-from hetdpt.flow.stages.budget import allocate, analyse, collect, fit
+from hetdpt.flow.stages.budget import AllocateStage, AnalyseStage, CollectStage, FitStage
 from hetdpt.flow.stages.events import Event
-from hetdpt.flow.stages.layers import merge, recover, reduce, select
-from hetdpt.flow.stages.outcome import compare, measure, report, save
-from hetdpt.flow.stages.summary import RunSummary
-from hetdpt.flow.stages.task import DATA, MODEL, SAMPLES, Stage, StageTask, do, identities
-from hetdpt.flow.stages.width import balance, narrow
-from hetdpt.store.stage_directory import STAGES, Asked, held, is_as_before
+from hetdpt.flow.stages.layers import MergeStage, RecoverStage, ReduceStage, SelectStage
+from hetdpt.flow.stages.outcome import CompareStage, MeasureStage, ReportStage, SaveStage
+from hetdpt.flow.stages.stage import RunContext, Stage, complete, identities
+from hetdpt.flow.stages.width import BalanceStage, NarrowStage
+from hetdpt.results import RunSummary
+from hetdpt.store.stage_directory import Asked, held, is_as_before
 from hetdpt.surgery.record import survey_of
-from hetdpt.training.processes import Accelerator, start
+from hetdpt.training.processes import start
 
-HOW = ("removal", "images")
-GOAL = tuple(name for name, goal in GOALS.items() if goal.is_bound)
-SEARCH = ("method", *HOW, "search", "candidates", "explores")
-FLOW = (
-    Stage(analyse, ("removal", "batch", "device"), (MODEL, DATA), by_all=True),
-    Stage(collect, (*HOW, "rounds", "sampled_layers", "collection"), (MODEL, DATA)),
-    Stage(fit, (), (MODEL, "analyse", "collect", SAMPLES)),
-    Stage(allocate, ("layers", *GOAL, "plus"), ("analyse", "fit")),
-    Stage(balance, (*HOW, *GOAL, "width", "depths", "collection", "search", "batch"), (MODEL, DATA, "analyse", "fit")),
-    Stage(select, (*SEARCH, "layers", "budget"), (MODEL, DATA, "allocate", "balance"), by_all=True),
-    Stage(narrow, ("images", *GOAL, "width", "batch"), (MODEL, DATA, "analyse", "select")),
-    Stage(recover, ("images", "recovery"), (MODEL, DATA, "select", "narrow"), by_all=True),
-    Stage(merge, ("keep",), ("recover",)),
-    Stage(reduce, ("tokens",), ("merge",)),
-    Stage(measure, ("batch", "device"), (MODEL, DATA, "merge", "reduce"), by_all=True),
-    Stage(save, ("export", "onnx"), ("merge", "reduce")),
-    Stage(compare, ("compare", *SEARCH, "recovery"), (MODEL, DATA, "select")),
-    Stage(report, ("model", "data", *GOAL), STAGES[:-1], is_derived=True),
+FLOW: tuple[Stage[Any], ...] = (
+    AnalyseStage(),
+    CollectStage(),
+    FitStage(),
+    AllocateStage(),
+    BalanceStage(),
+    SelectStage(),
+    NarrowStage(),
+    RecoverStage(),
+    MergeStage(),
+    ReduceStage(),
+    MeasureStage(),
+    SaveStage(),
+    CompareStage(),
+    ReportStage(),
 )
+"""All stages in their order, which is written here only: the run directory and the report follow it."""
+
+
+def stages_of(config: RunConfig) -> tuple[Stage[Any], ...]:
+    """Return the stages of a run of ``config``, in order."""
+    return tuple(stage for stage in FLOW if stage.is_needed(config))
 
 
 def run(
@@ -57,58 +79,61 @@ def run(
 ) -> RunSummary | None:
     """Make a dense model faster and ship it: all stages, each on disk before the next begins.
 
-    Called again it goes on where it was killed, and does nothing twice. A stage that was begun with other settings or
-    inputs is refused by name; ``redo`` does it and all that follow anew. ``until`` ends after that stage, with None.
-    ``inputs``, a model and data, take the place of those that the configuration names. ``watch`` is told what happens.
+    Called again it resumes where it was killed, and does nothing twice. A stage that was begun with other settings or
+    inputs is refused by name; ``redo`` runs it and all later ones again. ``until`` ends after that stage, with None.
+    ``inputs``, a model and data, replace those that the configuration names. ``watch`` is called with every event.
     """
     config, flow = config.located(), _flow(config, redo, until)
     processes = start(config.recovery.training.precision, config.device)
     tell = watch if watch and processes.is_main_process else _silent
-    task = _task(config, *(inputs or open_inputs(config)), processes, tell)
-    with _held(task, flow, redo):
-        tell(Event("", "begin", ",".join(config.stages)))
+    model, data = inputs or open_inputs(config)
+    known_by = _known_by(config, model, data)
+    context = RunContext(config, model.to(processes.device), data, known_by, processes, tell)
+    with _held(context, flow, redo):
+        tell(Event("", "begin", ",".join(stage.name for stage in flow)))
         for stage in flow:
-            task.results[stage.name] = do(stage, task)
+            complete(stage, context)
             if stage.name == until != flow[-1].name:
                 return None
     return RunSummary.read(config.out)
 
 
-def _flow(config: RunConfig, redo: str | None, until: str | None) -> list[Stage]:
-    """Return the stages that a run has; ``PlanError`` where ``redo`` or ``until`` name none of them."""
+def _flow(config: RunConfig, redo: str | None, until: str | None) -> tuple[Stage[Any], ...]:
+    """Return the stages of a run; ``PlanError`` if ``redo`` or ``until`` name none of them."""
+    flow = stages_of(config)
+    names = [stage.name for stage in flow]
     for name in (redo, until):
-        if name not in (None, *config.stages):
-            raise PlanError(f"this run has no stage {name}; its stages are {', '.join(config.stages)}")
-    if redo and until and config.stages.index(until) < config.stages.index(redo):
+        if name not in (None, *names):
+            raise PlanError(f"this run has no stage {name}; its stages are {', '.join(names)}")
+    if redo and until and names.index(until) < names.index(redo):
         raise PlanError(f"--until {until} ends before --redo {redo} begins; leave one of them out")
-    return [stage for stage in FLOW if stage.name in config.stages]
+    return flow
 
 
-def _held(task: StageTask, flow: list[Stage], redo: str | None) -> AbstractContextManager[None]:
-    """Hold the run directory in the first process of a group."""
-    if not task.processes.is_main_process:
+def _held(context: RunContext, flow: tuple[Stage[Any], ...], redo: str | None) -> AbstractContextManager[None]:
+    """Lock the run directory in the first process of a group."""
+    if not context.processes.is_main_process:
         return nullcontext()
-    config, derived = task.config, [stage.name for stage in flow if stage.is_derived]
-    return held(config.out, config.to_yaml(), asked_of(flow, config, task.given), redo, derived)
+    config, derived = context.config, [stage.name for stage in flow if stage.is_derived]
+    asked = _asked(config, context.known_by)
+    return held(config.out, [stage.name for stage in FLOW], config.to_yaml(), asked, redo, derived)
 
 
-def asked_of(flow: list[Stage], config: RunConfig, given: Mapping[str, Any]) -> dict[str, Asked]:
-    """Return what is asked of each stage, as far as that is known beforehand."""
-    return {stage.name: stage.asked_of(config, given) for stage in flow}
+def _asked(config: RunConfig, known_by: Mapping[str, Any]) -> dict[str, Asked]:
+    """Return what decides the result of each stage, as far as that is known beforehand."""
+    return {stage.name: stage.asked_of(config, known_by) for stage in stages_of(config)}
 
 
 def done_before(config: RunConfig, model: nn.Module, data: Data, redo: str | None = None) -> list[str]:
-    """Return the names of the stages that a run would not do again, without touching anything."""
-    flow, given = _flow(config, redo, None), _identities(config, model, data)
-    if not config.out.is_dir():
-        return []
-    kept = config.stages[: config.stages.index(redo)] if redo else config.stages
-    asked = asked_of(flow, config, given)
+    """Return the names of the stages that a run would not run again, without touching anything."""
+    names = [stage.name for stage in _flow(config, redo, None)]
+    asked = _asked(config, _known_by(config, model, data))
+    kept = names[: names.index(redo)] if redo else names
     return [name for name in kept if is_as_before(config.out, name, asked[name])]
 
 
 def open_inputs(config: RunConfig) -> tuple[nn.Module, Data]:
-    """Return the dense model and the data that a run is to begin from."""
+    """Return the dense model and the data of a run."""
     processes = start(config.recovery.training.precision, config.device)
     with processes.local_main_process_first():  # one of them downloads
         data = open_data(config.data, root=config.data_root, download=config.download)
@@ -123,14 +148,7 @@ def open_inputs(config: RunConfig) -> tuple[nn.Module, Data]:
     return model, data
 
 
-def _task(
-    config: RunConfig, model: nn.Module, data: Data, processes: Accelerator, tell: Callable[[Event], None]
-) -> StageTask:
-    """Return what the stages are given."""
-    return StageTask(config, model.to(processes.device), data, _identities(config, model, data), processes, tell)
-
-
-def _identities(config: RunConfig, model: nn.Module, data: Data) -> dict[str, Any]:
+def _known_by(config: RunConfig, model: nn.Module, data: Data) -> dict[str, Any]:
     samples = read_samples(config.samples, survey_of(model).anatomy.blocks) if config.samples else None
     return identities(model, data, samples)
 

@@ -1,4 +1,4 @@
-"""Run directories, read into frozen values for a report. No torch here, and nothing is computed anew."""
+"""Run directories, read into frozen values for a report. No torch here, and nothing is computed again."""
 
 from __future__ import annotations
 
@@ -7,63 +7,47 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from math import isfinite
 from pathlib import Path
-from typing import Any, TypeVar, get_args, get_type_hints
-
-from pydantic import TypeAdapter, ValidationError
+from typing import Any, get_args, get_type_hints
 
 from hetdpt.core.errors import FileError
 from hetdpt.core.goals import GOALS
 from hetdpt.core.plan import Kind
-from hetdpt.results import Results, RunSummary
-from hetdpt.store.config_diff import read_json
+from hetdpt.results import Results, RunSummary, from_json, to_json
 from hetdpt.store.settings import read_settings
-from hetdpt.store.stage_directory import CONFIG, STAGE, STAGES, SUMMARY, StageRecord, read_flow, read_stages
-
-T = TypeVar("T")
+from hetdpt.store.stage_directory import CONFIG, STAGE, SUMMARY, StageRecord, read_flow, read_stages
 
 
 @dataclass(frozen=True)
 class RunRecord:
-    """A run as it stands: what it was asked for, and what its stages came to."""
+    """A run as it stands: its settings, and the results of its stages."""
 
     directory: Path
     config: dict[str, Any]
-    """What ``config.yaml`` says."""
+    """From ``config.yaml``."""
     config_text: str
-    flow: tuple[str, ...]
-    """The names of the stages that it has."""
+    flow: dict[str, bool]
+    """The names of all stages in order, and whether the run has each."""
     stages: tuple[StageRecord, ...]
     """Those that are begun or done, in order."""
     results: Results = field(default_factory=Results)
     summary: RunSummary | None = None
     """None until the run is finished."""
-    summary_values: dict[str, Any] | None = None
-    """The same as plain JSON, and all else that it says."""
 
     @classmethod
-    def read(cls, directory: Path, summary: dict[str, Any] | None = None) -> RunRecord:
+    def read(cls, directory: Path, summary: RunSummary | None = None) -> RunRecord:
         """Return the run in ``directory``; ``FileError`` if it holds none, or a damaged one.
 
-        ``summary`` is what its ``summary.json`` will say, where that is not written yet.
+        ``summary`` is that of ``summary.json``, if it is not written yet.
         """
-        stages, file = tuple(read_stages(directory)), directory / SUMMARY
-        if summary is None and file.is_file():
-            summary = read_json(file)
+        stages = tuple(read_stages(directory))
+        if summary is None and (directory / SUMMARY).is_file():
+            summary = RunSummary.read(directory)
         text, config = _read_config(directory / CONFIG)
-        return cls(
-            directory=directory,
-            config=config,
-            config_text=text,
-            flow=read_flow(directory),
-            stages=stages,
-            results=_results(stages),
-            summary=None if summary is None else _checked(RunSummary, summary, file),
-            summary_values=summary,
-        )
+        return cls(directory, config, text, read_flow(directory), stages, _results(stages), summary)
 
     @property
     def name(self) -> str:
-        """What the run is called: its directory."""
+        """The name of its directory."""
         return self.directory.resolve().name
 
     @property
@@ -80,7 +64,7 @@ class RunRecord:
 
     @property
     def goals(self) -> dict[str, Any]:
-        """What the run was to reach, by name."""
+        """The goals of the run, by name."""
         return {name: self.config[name] for name in GOALS if self.config.get(name) is not None}
 
     @property
@@ -89,20 +73,14 @@ class RunRecord:
 
     @property
     def next_stage(self) -> str | None:
-        """The stage that is to be done next; None where none is left."""
+        """The next stage to run; None if none is left."""
         done = {stage.name for stage in self.stages if stage.is_done}
-        left = [name for name in self.planned if name not in done]
+        left = [name for name, is_needed in self.flow.items() if is_needed and name not in done]
         return None if self.is_finished or not left else left[0]
-
-    @property
-    def planned(self) -> list[str]:
-        """The names of the stages that the run has, and of those that are there, in order."""
-        there = {stage.name for stage in self.stages}
-        return [name for name in STAGES if name in self.flow or name in there]
 
     @cached_property
     def entropies(self) -> dict[tuple[Kind, int], float]:
-        """Transfer entropy of the layers that went for samples, by kind and block: when it was first asked for."""
+        """Transfer entropy of the layers removed for samples, by kind and block: of the first sample that has it."""
         found: dict[tuple[Kind, int], float] = {}
         for sample in self.results.collect.samples if self.results.collect else ():
             for layer in sample.layers:
@@ -119,11 +97,11 @@ class RunRecord:
     def _mixed(self) -> Iterable[str]:
         for package, found in self.versions.items():
             if len(found) > 1:
-                yield f"stages were done with different versions of {package}: {', '.join(found)}"
+                yield f"stages ran with different versions of {package}: {', '.join(found)}"
 
     @property
     def versions(self) -> dict[str, tuple[str, ...]]:
-        """The versions of each package that stages were done with."""
+        """The versions of each package that stages ran with."""
         found: dict[str, dict[str, None]] = {}
         for stage in self.stages:
             for package, version in stage.versions.items():
@@ -132,11 +110,11 @@ class RunRecord:
 
     @property
     def seconds(self) -> float:
-        """Time at work, of all stages."""
+        """Time spent on all stages."""
         return sum(stage.seconds for stage in self.stages)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all of it as plain JSON, with the same keys for every run; what is not there is None."""
+        """Return all of it as plain JSON, with the same keys for every run; what is missing is None."""
         records = {stage.name: stage for stage in self.stages}
         values: dict[str, Any] = _plain(
             {
@@ -145,8 +123,8 @@ class RunRecord:
                 "is_finished": self.is_finished,
                 "next_stage": self.next_stage,
                 "config": self.config,
-                "summary": self.summary_values,
-                "stages": {name: _values(records[name]) if name in records else None for name in STAGES},
+                "summary": to_json(self.summary) if self.summary else None,
+                "stages": {name: _values(records[name]) if name in records else None for name in self.flow},
                 "versions": self.versions,
                 "seconds": self.seconds,
                 "warnings": self.warnings,
@@ -158,18 +136,9 @@ class RunRecord:
 def _results(stages: Iterable[StageRecord]) -> Results:
     types = {name: get_args(hint)[0] for name, hint in get_type_hints(Results).items()}
     done = (stage for stage in stages if stage.name in types and stage.is_done)
-    return Results(**{stage.name: _checked(types[stage.name], stage.result, stage.directory / STAGE) for stage in done})
-
-
-def _checked(kind: type[T], values: Any, file: Path) -> T:
-    try:
-        return TypeAdapter(kind).validate_python(values)
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise FileError(
-            f"{file} is not what this version of hetdpt writes ({where}: {first['msg']}); run hetdpt run again"
-        ) from None
+    return Results(
+        **{stage.name: from_json(types[stage.name], stage.result, stage.directory / STAGE) for stage in done}
+    )
 
 
 def _read_config(file: Path) -> tuple[str, dict[str, Any]]:
@@ -185,7 +154,7 @@ def _values(stage: StageRecord) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Return what JSON has a word for: no infinity, no tuple, no date."""
+    """Return plain JSON, with None for numbers that JSON does not have."""
     if isinstance(value, dict):
         return {str(key): _plain(one) for key, one in value.items()}
     if isinstance(value, list | tuple):

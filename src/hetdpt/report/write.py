@@ -11,15 +11,16 @@ from hetdpt.core.errors import FileError
 from hetdpt.report.markdown import render_markdown
 from hetdpt.report.page import render
 from hetdpt.report.run import RunRecord
+from hetdpt.results import RunSummary
 from hetdpt.store.atomic import require_new, written
 
 REPORTS = {"html": "report.html", "markdown": "report.md", "json": "report.json"}
 
 
-def write_reports(directory: Path, summary: dict[str, Any] | None = None) -> dict[str, str]:
+def write_reports(directory: Path, summary: RunSummary | None = None) -> dict[str, str]:
     """Write the page, the Markdown and the JSON of a run into it; return their names.
 
-    ``summary`` is what ``summary.json`` will say, where it is not written yet.
+    ``summary`` is that of ``summary.json``, if it is not written yet.
     """
     record = RunRecord.read(directory, summary)
     for name in REPORTS.values():
@@ -28,7 +29,7 @@ def write_reports(directory: Path, summary: dict[str, Any] | None = None) -> dic
 
 
 def write_report(records: Sequence[RunRecord], target: Path, overwrite: bool = False) -> None:
-    """Write one report of all ``records``, at once or not at all."""
+    """Write one report of all ``records``, whole or not at all."""
     makers = {".html": _html, ".md": render_markdown, ".json": _json}
     if (make := makers.get(target.suffix.lower())) is None:
         raise FileError(f"a report is a file that ends in {', '.join(makers)}, but {target.name} does not")
@@ -40,7 +41,7 @@ def write_report(records: Sequence[RunRecord], target: Path, overwrite: bool = F
 
 
 def values_of(records: Sequence[RunRecord]) -> dict[str, Any]:
-    """Return all that is known of the runs, as plain JSON."""
+    """Return the runs as plain JSON."""
     return {"runs": [record.to_dict() for record in records]}
 
 

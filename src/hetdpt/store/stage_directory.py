@@ -1,16 +1,17 @@
-"""The stages of a run directory: numbered folders, each with what it was asked for and what it came to. No torch here.
+"""The stages of a run directory: numbered folders, each with its settings, inputs and result. No torch here.
 
 RUN/config.yaml         the whole configuration
-RUN/flow.json           the names of the stages that the run has
-RUN/summary.json        what the run came to, once it is done
-RUN/04-allocate/        a stage; its number is that of its name in ``STAGES``
-    stage.json          what it was asked for and, once it is done, what it came to
-    now.json            while it is at work: how far it is
-    work/               what it needs to go on after a kill, and what it leaves behind
+RUN/flow.json           the names of all stages in order, and whether this run has each
+RUN/summary.json        the outcome of the run, once it is done
+RUN/04-allocate/        a stage; its number is that of its name in ``flow.json``
+    stage.json          its settings and inputs and, once it is done, its result
+    now.json            while it is running: its progress
+    work/               what it needs to resume after a kill, and what it leaves behind
 
-A stage was asked for ``settings``, which are fields of the configuration, and ``inputs``, which are checksums of what
-other stages came to, of the model and the data. Both equal: it is not done again. What it leaves in RUN itself is named
-with its checksum under ``files`` of its result. Paths in here are relative, so that a run can be moved.
+A stage is ``asked`` for ``settings``, which are fields of the configuration, and ``inputs``, which are checksums of the
+results of other stages, of the model and the data. If both are equal, it does not run again. What it writes to RUN
+itself is named with its checksum under ``files`` of its result. Paths are relative, so that a run can be moved. Which
+stages there are is known to whoever runs them, not here.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import hashlib
 import json
 import shutil
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
@@ -31,15 +32,12 @@ from hetdpt.store.atomic import find_sealed_json, parse_json, require_new, sha25
 from hetdpt.store.config_diff import first_difference, read_json
 from hetdpt.store.lock import alone
 
-STAGES = (
-    "analyse", "collect", "fit", "allocate", "balance", "select", "narrow", "recover", "merge", "reduce", "measure",
-    "save", "compare", "report",
-)  # fmt: skip
 CONFIG, FLOW, SUMMARY = "config.yaml", "flow.json", "summary.json"
 STAGE, NOW, WORK = "stage.json", "now.json", "work"
 Asked = Mapping[str, Mapping[str, Any]]
 """The ``settings`` and ``inputs`` of a stage."""
-BEAT = 2.0  # seconds between two notes of how far a stage is
+BEAT = 2.0  # seconds between two notes of progress
+OLDER = "was written by an older version of hetdpt; start a new run directory or use the version that made it"
 
 
 @dataclass(frozen=True)
@@ -53,15 +51,11 @@ class StageRecord:
     begun: str = ""
     """When, in UTC."""
     seconds: float = 0.0
-    """At work, all in all."""
+    """Spent on it, all in all."""
     versions: dict[str, str] = field(default_factory=dict)
-    """Of the libraries that it was done with."""
+    """Of the libraries that it ran with."""
     result: dict[str, Any] | None = None
-    """What it came to, as plain JSON; None until it is done."""
-
-    @property
-    def number(self) -> int:
-        return STAGES.index(self.name) + 1
+    """As plain JSON; None until it is done."""
 
     @property
     def is_done(self) -> bool:
@@ -73,7 +67,7 @@ class StageRecord:
 
     @property
     def now(self) -> dict[str, Any]:
-        """How far it is: ``text``, ``done``, ``total``, ``time`` and ``seconds`` at work; empty where nobody knows."""
+        """Its progress: ``text``, ``done``, ``total``, ``time`` and ``seconds`` spent; empty if not known."""
         try:
             found = read_json(self.directory / NOW)
         except FileError:
@@ -83,13 +77,13 @@ class StageRecord:
 
     @property
     def files(self) -> dict[str, str | None]:
-        """What it left in the run directory, by name: a checksum, or None for a folder."""
+        """What it wrote to the run directory, by name: a checksum, or None for a folder."""
         found: dict[str, str | None] = (self.result or {}).get("files", {})
         return found
 
     @property
     def is_whole(self) -> bool:
-        """Whether all of that is still there, as it was."""
+        """Whether all of its files are still there, unchanged."""
         run = self.directory.parent
         return all(
             (run / name).exists() and (seal is None or sha256(run / name) == seal) for name, seal in self.files.items()
@@ -97,12 +91,12 @@ class StageRecord:
 
     @property
     def is_untouched(self) -> bool:
-        """Whether nothing was done yet, so that nothing is lost by asking for something else."""
+        """Whether nothing was done yet, so that nothing is lost by other settings."""
         work = self.directory / WORK
         return not self.is_done and not (work.is_dir() and any(work.iterdir()))
 
     def write(self) -> None:
-        """Write ``stage.json``, at once."""
+        """Write ``stage.json`` atomically."""
         values = {"stage": self.name, "fingerprint": self.fingerprint, "is_done": self.is_done, **asdict(self)}
         del values["name"], values["directory"]
         self.directory.mkdir(parents=True, exist_ok=True)
@@ -115,11 +109,11 @@ class StageRecord:
         try:
             values = find_sealed_json(file, "") or {}
             found = cls(values["stage"], directory, **{name: values[name] for name in names})
-            is_sound = found.name in STAGES and found.fingerprint == values["fingerprint"]
+            is_sound = found.name == directory.name[3:] and found.fingerprint == values["fingerprint"]
             if not is_sound or not isinstance(found.result, dict | None) or not all(map(_is_plain, found.files)):
                 raise ValueError
         except (FileError, KeyError, TypeError, ValueError, AttributeError):
-            raise FileError(f"{file} is damaged; do that stage again with --redo {directory.name[3:]}") from None
+            raise FileError(f"{file} is damaged; run that stage again with --redo {directory.name[3:]}") from None
         return found
 
 
@@ -129,65 +123,58 @@ def _is_plain(name: str) -> bool:
 
 
 def stage_directory(run: Path, name: str) -> Path:
-    """Return the folder of a stage.
-
-    >>> stage_directory(Path("RUN"), "allocate").name
-    '04-allocate'
-    """
-    return run / f"{STAGES.index(name) + 1:02d}-{name}"
+    """Return the folder of a stage."""
+    flow = [*read_flow(run)]
+    if name not in flow:
+        raise FileError(f"{run} {OLDER}")
+    return run / f"{flow.index(name) + 1:02d}-{name}"
 
 
 def read_stages(run: Path) -> list[StageRecord]:
     """Return the stages that are begun or done in a run directory, in order; ``FileError`` if it is none.
 
-    What is left of stages that the run does not have any more is passed over.
+    Folders of stages that the run no longer has are ignored.
     """
     if not (run / CONFIG).is_file():
-        raise FileError(f"{run} is no directory of hetdpt run: it has no {CONFIG}; give one that has")
-    folders = (stage_directory(run, name) for name in read_flow(run))
+        raise FileError(f"{run} is not a directory of hetdpt run: it has no {CONFIG}; give one that has")
+    folders = [stage_directory(run, name) for name, is_needed in read_flow(run).items() if is_needed]
     return [StageRecord.read(folder) for folder in folders if (folder / STAGE).is_file()]
 
 
-def read_flow(run: Path) -> tuple[str, ...]:
-    """Return the names of the stages that a run has, in order; all there are where nobody has written them."""
+def read_flow(run: Path) -> dict[str, bool]:
+    """Return the names of all stages in order, and whether the run has each."""
     file = run / FLOW
-    if not file.is_file():
-        return STAGES
     try:
         found = parse_json(file.read_text(encoding="utf-8"))
-        return tuple(name for name in STAGES if name in found)
-    except (OSError, ValueError, TypeError) as error:
-        raise FileError(f"{file} is damaged ({first_line(error)}); the command of the run writes it again") from None
+    except (OSError, ValueError) as error:
+        raise FileError(f"{file} cannot be read ({first_line(error)}); run the same command again") from None
+    is_table = isinstance(found, dict) and all(isinstance(is_needed, bool) for is_needed in found.values())
+    if not is_table or not all(map(str.isidentifier, found)):
+        raise FileError(f"{run} {OLDER}")
+    return dict(found)
 
 
-def begin(
-    run: Path,
-    name: str,
-    settings: Mapping[str, Any],
-    inputs: Mapping[str, Any],
-    versions: dict[str, str],
-    is_derived: bool = False,
-) -> StageRecord:
-    """Return the stage as it was left, or begun; ``FileError`` if it was begun with something else.
+def begin(run: Path, name: str, asked: Asked, versions: dict[str, str], is_derived: bool = False) -> StageRecord:
+    """Return the stage as it was left, or begun; ``FileError`` if it was begun with other settings or inputs.
 
-    One that ``is_derived`` costs nothing, and is begun anew instead.
+    One that ``is_derived`` costs nothing, and begins again instead.
     """
-    folder, asked = stage_directory(run, name), {"settings": dict(settings), "inputs": dict(inputs)}
+    folder, plain = stage_directory(run, name), json.loads(json.dumps(asked))
     if (folder / STAGE).is_file():
         record = StageRecord.read(folder)
-        difference = first_difference(record.asked, asked)
+        difference = first_difference(record.asked, plain)
         if difference is None and (record.is_whole or not record.is_done):
             return record if record.is_done else _resumed(record, versions)
         if difference is not None and not is_derived and not record.is_untouched:
             raise FileError(_changed(run, name, difference))
     now = datetime.now(UTC).isoformat(timespec="seconds")
-    record = StageRecord(name, folder, json.loads(json.dumps(asked)), now, versions=versions)
+    record = StageRecord(name, folder, plain, now, versions=versions)
     record.write()
     return record
 
 
 def _resumed(record: StageRecord, versions: dict[str, str]) -> StageRecord:
-    """Return a stage to go on with: at work for as long as it was, with the versions of both times."""
+    """Return a stage to resume, with the time spent on it so far and the versions of both times."""
     both = dict(record.versions)
     for name, new in versions.items():
         both[name] = " and ".join(dict.fromkeys([*both.get(name, new).split(" and "), new]))
@@ -196,44 +183,51 @@ def _resumed(record: StageRecord, versions: dict[str, str]) -> StageRecord:
 
 @contextmanager
 def held(
-    run: Path, config: str, asked: Mapping[str, Asked], redo: str | None = None, derived: Collection[str] = ()
+    run: Path,
+    flow: Sequence[str],
+    config: str,
+    asked: Mapping[str, Asked],
+    redo: str | None = None,
+    derived: Collection[str] = (),
 ) -> Iterator[None]:
-    """Hold a run directory, new or begun; ``FileError`` where a stage was begun with something else, by its name.
+    """Lock a run directory, new or begun; ``FileError`` if a stage was begun with other settings or inputs.
 
-    ``asked`` is what is known beforehand of the stages that the run has: all settings, some inputs. ``redo`` removes
-    that stage and all that follow. Nothing is removed and nothing is written before all the others have been compared.
-    Stages in ``derived`` are not compared: they are begun anew where something has changed.
+    ``flow`` names all stages in order. ``asked`` is what is known beforehand of those that the run has: all settings,
+    some inputs. ``redo`` removes that stage and all later ones. Nothing is removed and nothing is written before all
+    the others have been compared. Stages in ``derived`` are not compared: they begin again if something has changed.
     """
     _make(run)
     with alone(run):
-        kept = STAGES[: STAGES.index(redo)] if redo else STAGES
-        for name in (name for name in asked if name in kept and name not in derived):
-            _require_same(run, name, asked[name])
-        if redo:
-            _undo(run, redo)
-        for name, text in {FLOW: json.dumps(list(asked)), CONFIG: config}.items():
-            _write(run / name, text)
+        if (run / FLOW).is_file():
+            if [*read_flow(run)] != [*flow]:
+                raise FileError(f"{run} {OLDER}")
+            kept = flow[: flow.index(redo)] if redo else flow
+            for name in (name for name in asked if name in kept and name not in derived):
+                _require_same(run, name, asked[name])
+            if redo:
+                _undo(run, redo)
+        _write(run / FLOW, json.dumps({name: name in asked for name in flow}))
+        _write(run / CONFIG, config)
         yield
 
 
 def is_as_before(run: Path, name: str, asked: Asked) -> bool:
-    """Whether a stage is done, and was asked for the same as far as that is known beforehand."""
-    folder = stage_directory(run, name)
-    if not (folder / STAGE).is_file():
+    """Whether a stage is done with the same settings and inputs, as far as they are known beforehand."""
+    if not (run / FLOW).is_file() or not (stage_directory(run, name) / STAGE).is_file():
         return False
-    record = StageRecord.read(folder)
+    record = StageRecord.read(stage_directory(run, name))
     return record.is_done and record.is_whole and _difference(record, asked) is None
 
 
 def _write(file: Path, text: str) -> None:
-    """Write ``text`` at once, unless it is there already."""
+    """Write ``text`` atomically, unless it is there already."""
     if not file.is_file() or file.read_text(encoding="utf-8") != text:
         with written(file) as scratch:
             scratch.write_text(text, encoding="utf-8")
 
 
 def _make(run: Path) -> None:
-    """Make a run directory, unless it is one; what holds other things is refused."""
+    """Make a run directory, unless it is one; ``FileError`` if it holds other files."""
     if run.exists() and not run.is_dir():
         raise FileError(f"{run} is a file; give a directory for the run")
     if not run.is_dir():
@@ -244,7 +238,7 @@ def _make(run: Path) -> None:
         raise FileError(f"{run} cannot be written: {error.strerror}; give another path") from None
     others = [file for file in run.iterdir() if not file.name.startswith(f".{FLOW}.")]  # which a kill has left
     if others and not (run / FLOW).is_file():
-        raise FileError(f"{run} holds other things than a run; give a new or an empty directory")
+        raise FileError(f"{run} is not empty and is not a hetdpt run directory; give a new or an empty directory")
 
 
 def _require_same(run: Path, name: str, asked: Asked) -> None:
@@ -256,7 +250,7 @@ def _require_same(run: Path, name: str, asked: Asked) -> None:
 
 
 def _difference(record: StageRecord, asked: Asked) -> str | None:
-    """Return what differs first, of what is known beforehand."""
+    """Return the first difference, of what is known beforehand."""
     inputs = {name: value for name, value in record.asked["inputs"].items() if name in asked["inputs"]}
     return first_difference({**record.asked, "inputs": inputs}, {name: dict(part) for name, part in asked.items()})
 
@@ -264,14 +258,15 @@ def _difference(record: StageRecord, asked: Asked) -> str | None:
 def _changed(run: Path, name: str, difference: str) -> str:
     what = difference.removeprefix("settings.")
     return (
-        f"the stage {name} of {run} was begun with {what}; give the same again to go on, another --out, or "
-        f"--redo {name} to do it and all that follow anew"
+        f"the stage {name} of {run} was begun with {what}; give the same to resume, another --out, or --redo {name} to "
+        "run it and all later stages again"
     )
 
 
 def _undo(run: Path, name: str) -> None:
-    """Remove a stage and all that come after it, the last one first, with what they left in the run directory."""
-    for later in reversed(STAGES[STAGES.index(name) :]):
+    """Remove a stage and all later ones, the last one first, with what they wrote to the run directory."""
+    flow = [*read_flow(run)]
+    for later in reversed(flow[flow.index(name) :]):
         folder = stage_directory(run, later)
         for left in _files(folder):
             shutil.rmtree(run / left) if (run / left).is_dir() else (run / left).unlink(missing_ok=True)
@@ -281,7 +276,7 @@ def _undo(run: Path, name: str) -> None:
 
 
 def _files(folder: Path) -> list[str]:
-    """Return the names of what a stage left in the run directory; none where its record is damaged."""
+    """Return the names of what a stage wrote to the run directory; none if its record is damaged."""
     try:
         return [*StageRecord.read(folder).files]
     except FileError:
@@ -289,7 +284,7 @@ def _files(folder: Path) -> list[str]:
 
 
 class Clock:
-    """Tells how long a stage has been at work, and writes now and then how far it is."""
+    """Measures the time spent on a stage, and writes its progress now and then."""
 
     def __init__(self, record: StageRecord) -> None:
         self.record, self._begun, self._last = record, time.monotonic() - record.seconds, 0.0
@@ -307,8 +302,8 @@ class Clock:
             scratch.write_text(json.dumps(values), encoding="utf-8")
 
     def finish(self, result: dict[str, Any]) -> StageRecord:
-        """Write what the stage came to."""
-        done = replace(self.record, result=json.loads(json.dumps(result)), seconds=self.seconds)
+        """Write the result of the stage, plain JSON."""
+        done = replace(self.record, result=result, seconds=self.seconds)
         done.write()
         (self.record.directory / NOW).unlink(missing_ok=True)
         return done

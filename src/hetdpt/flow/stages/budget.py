@@ -1,12 +1,11 @@
-"""How many layers of each kind go: measure the dense model, sample accuracy, fit a predictor, split the budget."""
+"""How many layers of each kind are removed: analyse the dense model, sample accuracy, fit, split the budget."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from math import isfinite
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -19,49 +18,97 @@ from hetdpt.data.sources import Data
 from hetdpt.data.streams import Stream
 from hetdpt.data.subset import hold_out
 from hetdpt.flow.collection.collect import collect_into, read_samples
-from hetdpt.flow.collection.work import SampleDone
+from hetdpt.flow.collection.tree import DENSE, LETTERS, tree_of
 from hetdpt.flow.config import RunConfig
-from hetdpt.flow.stages.task import Result, StageTask
+from hetdpt.flow.stages.stage import DATA, MODEL, SAMPLES, RunContext, Stage, StageEstimate
 from hetdpt.measurement.accuracy import evaluate
 from hetdpt.measurement.costs import Costs
 from hetdpt.measurement.machine import Machine
 from hetdpt.reduce.tokens.reduce import reduce_tokens_
 from hetdpt.reduce.width.narrow import narrow_to
 from hetdpt.reduce.width.search import MOST
-from hetdpt.report.frontier import summary
-from hetdpt.results import Price, Prices, Split
-from hetdpt.selection.predictor.allocate import allocate as split_budget
-from hetdpt.selection.predictor.allocate import frontier, surface
+from hetdpt.results import (
+    AllocateResult,
+    AnalyseResult,
+    CollectedSample,
+    CollectResult,
+    FitResult,
+    Price,
+    Prices,
+    SampledLayer,
+    Split,
+)
+from hetdpt.selection.predictor.allocate import allocate, frontier, surface
 from hetdpt.selection.predictor.polynomial import Predictor, Row, fit_predictor
 from hetdpt.selection.predictor.pricing import measure_prices
 from hetdpt.surgery.record import require_record, survey_of
 from hetdpt.surgery.remove import ready, removable
 
+if TYPE_CHECKING:
+    from hetdpt.flow.stages.timing import Trials
 
-def analyse(task: StageTask) -> Result:
-    """Return what the dense model is and costs: its layers that can go, accuracy, MACs, and the price of each layer."""
-    config, model = task.config, task.model
-    base = ready(model, config.removal)
-    size, weight = require_record(base).survey.input_size, next(model.parameters())
-    costs = Costs.of(model, size)
-    require_possible(model, config, costs)
-    scores = evaluate(model, task.data, workers=config.workers, progress=task.part("evaluating the dense model"))
-    task.note(f"dense: {scores.top1:.2f} % of {scores.count} images", best=scores.top1)
-    prices = measure_prices(model, removal=config.removal, batch=config.batch, progress=task.progress)
-    _require_reach(config, prices)
-    return {
-        "model": config.model,
-        **asdict(Machine.of(weight.device)),
-        "dtype": str(weight.dtype).removeprefix("torch."),
-        "blocks": require_record(base).survey.anatomy.blocks,
-        "input_size": size,
-        "classes": task.data.num_classes,
-        "sites": [{"kind": site.kind, "block": site.block, "path": site.path} for site in removable(base)],
-        "accuracy": asdict(scores),
-        "params": costs.params,
-        "macs": costs.macs,
-        "prices": json.loads(prices.to_json()),
-    }
+HOW = ("removal", "images")
+"""Settings of every stage that removes layers."""
+BOUNDS = tuple(name for name, goal in GOALS.items() if goal.is_bound)
+"""Goals that are not a number of layers."""
+TABLE = 112  # batches in which measure_prices times the layers
+
+
+class AnalyseStage(Stage[AnalyseResult]):
+    """Measure the dense model: its removable layers, accuracy, MACs, and the price of each layer."""
+
+    name, result = "analyse", AnalyseResult
+    settings = ("removal", "batch", "device")
+    inputs = (MODEL, DATA)
+    by_all = True
+
+    def run(self, context: RunContext) -> AnalyseResult:
+        config, model, data = context.config, context.model, context.data
+        base = ready(model, config.removal)
+        survey, weight = require_record(base).survey, next(model.parameters())
+        costs = Costs.of(model, survey.input_size)
+        require_possible(model, config, costs)
+        scores = evaluate(model, data, workers=config.workers, progress=context.part("evaluating the dense model"))
+        context.note(f"dense model: {scores.top1:.2f} % of {scores.count} images", best=scores.top1)
+        prices = measure_prices(model, removal=config.removal, batch=config.batch, progress=context.progress)
+        _require_reach(config, prices)
+        return AnalyseResult(
+            model=config.model,
+            **asdict(Machine.of(weight.device)),
+            dtype=str(weight.dtype).removeprefix("torch."),
+            blocks=survey.anatomy.blocks,
+            input_size=survey.input_size,
+            classes=data.num_classes,
+            sites=tuple(removable(base)),
+            accuracy=scores,
+            params=costs.params,
+            macs=costs.macs,
+            prices=prices,
+        )
+
+    def estimate(self, trials: Trials) -> StageEstimate:
+        images, sites = trials.images, len(trials.sites)
+        timing = TABLE * trials.batch + sites * trials.counting
+        return StageEstimate(
+            stage=self.name,
+            text=f"the dense model on {images} images; {sites} layers counted and timed",
+            evaluations=images,
+            seconds=images * trials.evaluation + timing,
+        )
+
+
+def require_possible(model: nn.Module, config: RunConfig, dense: Costs) -> None:
+    """Raise, before hours are spent on it, if ``model`` cannot lose width or tokens, or not so much."""
+    if config.tokens is not None:
+        reduce_tokens_(clone(model), read_tokens(config.tokens))
+    if not config.plus:
+        return
+    found = narrow_to(model, ratio=MOST, config=replace(config.width, importance="l2", refits=False))
+    least = Measures(macs=found.macs, params=found.params)
+    wanted = Wanted(config.with_numbers(Price(dense.macs, dense.params)).target)
+    for name in wanted.missed(least):
+        if not GOALS[name].is_timed:
+            raise _out_of_reach(name, wanted, least, f"with {100 * (1 - MOST):.0f} % of its width")
 
 
 def _require_reach(config: RunConfig, prices: Prices) -> None:
@@ -80,20 +127,6 @@ def _require_reach(config: RunConfig, prices: Prices) -> None:
             raise _out_of_reach(name, wanted, least, f"without any of its {layers} removable layers")
 
 
-def require_possible(model: nn.Module, config: RunConfig, dense: Costs) -> None:
-    """Raise, before hours are spent on it, where ``model`` cannot lose width or tokens, or not so much."""
-    if config.tokens is not None:
-        reduce_tokens_(clone(model), read_tokens(config.tokens))
-    if not config.plus:
-        return
-    found = narrow_to(model, ratio=MOST, config=replace(config.width, importance="l2", refits=False))
-    least = Measures(macs=found.macs, params=found.params)
-    wanted = Wanted(config.with_numbers(Price(dense.macs, dense.params)).target)
-    for name in wanted.missed(least):
-        if not GOALS[name].is_timed:
-            raise _out_of_reach(name, wanted, least, f"with {100 * (1 - MOST):.0f} % of its width")
-
-
 def _out_of_reach(name: str, wanted: Wanted, least: Measures, when: str) -> PlanError:
     goal, reached = GOALS[name], GOALS[name].reached(least)
     shown = goal.show(reached) if reached is not None else "no known value"
@@ -104,11 +137,11 @@ def _out_of_reach(name: str, wanted: Wanted, least: Measures, when: str) -> Plan
 
 
 def _require_room(budget: Budget, prices: Prices, config: RunConfig) -> None:
-    """Raise ``PlanError`` where the layers of ``budget`` alone come to the goal."""
+    """Raise ``PlanError`` if removing the layers of ``budget`` meets the goal, so that nothing is left to width."""
     if is_met(budget, prices, config.with_numbers(prices.dense).target):
         raise PlanError(
-            f"{budget.attention} attention + {budget.activation} activation layers alone come to the goal, so that "
-            "there is nothing left to width; leave out --plus, or ask for fewer layers or for more"
+            f"removing {budget.attention} attention + {budget.activation} activation layers meets the goal, so nothing "
+            "is left to width; leave out --plus, or give fewer layers or a higher goal"
         )
 
 
@@ -118,19 +151,62 @@ def is_met(budget: Budget, prices: Prices, target: dict[str, float]) -> bool:
     return GOALS[name].is_met(prices.measures(budget), value)
 
 
-def collect(task: StageTask) -> Result:
-    """Return samples of accuracy after brief fine-tunings, measured on training images that are held out."""
-    task.require_alone()
-    config, found = task.config, list[SampleDone]()
-    held, measured_on = held_out(task.data)
-    prices, layers = prices_of(task.results["analyse"]), config.sampled_layers or 0
-    steps = collect_into(
-        task.directory, task.model, held, config.collect_config, task.place, prices=prices, layers=layers
-    )
-    for done in steps:
-        found.append(done)
-        task.note(f"sample with {done.subject}: {done.result.accuracy:.2f} %")
-    return {"samples": [_sample(done) for done in found], "measured_on": measured_on}
+class CollectStage(Stage[CollectResult]):
+    """Sample accuracy after brief fine-tunings, measured on training images that are held out (paper, Algorithm 1)."""
+
+    name, result = "collect", CollectResult
+    settings = (*HOW, "rounds", "sampled_layers", "collection")
+    inputs = (MODEL, DATA)
+
+    def is_needed(self, config: RunConfig) -> bool:
+        return config.is_sampled
+
+    def run(self, context: RunContext) -> CollectResult:
+        context.require_single_process()
+        config, samples = context.config, list[CollectedSample]()
+        held, measured_on = held_out(context.data)
+        steps = collect_into(
+            context.directory,
+            context.model,
+            held,
+            config.collect_config,
+            context.execution,
+            prices=context.of(AnalyseResult).prices,
+            layers=config.sampled_layers or 0,
+        )
+        for done in steps:
+            step = done.result
+            sample = CollectedSample(
+                budget=step.budget,
+                accuracy=step.accuracy,
+                before=step.before,
+                chain=done.subject.chain,
+                layers=tuple(SampledLayer(pick.site.kind, pick.site.block, pick.te) for pick in step.picks),
+                seconds=step.seconds,
+            )
+            samples.append(sample)
+            context.note(f"sample {len(samples)} with {done.subject}: {step.accuracy:.2f} %")
+        return CollectResult(tuple(samples), measured_on)
+
+    def estimate(self, trials: Trials) -> StageEstimate:
+        config, training, images = trials.config, trials.collection, trials.held_images
+        tree = tree_of(config.collect_config.chains(trials.blocks, trials.offered, config.layers or 0))
+        nodes = [node for node in tree.values() if node.key != DENSE]
+        evaluations = images * (1 + len(nodes) * training.evaluations)  # the dense model is a sample too
+        chosen = sum(trials.choice(kind) for node in nodes for kind in node.new)
+        trained = len(nodes) * (trials.updating(training) + 2 * trials.saving)
+        ends = len(nodes) - len({node.parent for node in nodes if node.parent != DENSE})
+        models = 1 + ends + any(node.parent == LETTERS["attention"] for node in nodes)
+        left = models * trials.weights
+        return StageEstimate(
+            stage=self.name,
+            text=f"{1 + len(nodes)} samples, {training} each, measured on {images} images held out",
+            updates=len(nodes) * training.updates,
+            evaluations=evaluations,
+            seconds=chosen + trained + evaluations * trials.evaluation,
+            left=left,
+            most=left + 2 * trials.weights + training.checkpoints,
+        )
 
 
 def held_out(data: Data) -> tuple[Data, str]:
@@ -142,80 +218,81 @@ def held_out(data: Data) -> tuple[Data, str]:
     return held, f"{len(held.val)} training images that were held out"
 
 
-def _sample(done: SampleDone) -> dict[str, Any]:
-    step = done.result
-    return {
-        "budget": asdict(step.budget),
-        "before": step.before,
-        "accuracy": step.accuracy,
-        "chain": done.subject.chain,
-        "layers": [{"kind": pick.site.kind, "block": pick.site.block, "te": pick.te} for pick in step.picks],
-        "seconds": step.seconds,
-    }
+class FitStage(Stage[FitResult]):
+    """Fit the predictor of accuracy by layers removed (paper, Algorithm 2), and predict every split."""
+
+    name, result = "fit", FitResult
+    inputs = (MODEL, "analyse", "collect", SAMPLES)
+
+    def is_needed(self, config: RunConfig) -> bool:
+        return config.is_split
+
+    def run(self, context: RunContext) -> FitResult:
+        found = predictor_of(context)
+        names = {field.name for field in fields(FitResult)} - {"tried", "samples", "surface"}
+        points = zip(found.points, found.accuracies, strict=True)
+        return FitResult(
+            **{name: getattr(found, name) for name in names},
+            tried=tuple(asdict(row) for row in found.tried),
+            samples=tuple(CollectedSample(budget=_budget(ratios, found), accuracy=value) for ratios, value in points),
+            surface=_finite(surface(found, context.of(AnalyseResult).prices)),
+        )
+
+    def estimate(self, trials: Trials) -> StageEstimate:
+        return StageEstimate(stage=self.name, text="how accuracy depends on the layers removed")
 
 
-def fit(task: StageTask) -> Result:
-    """Return the predictor of accuracy by layers removed: its degree, its error, and what it predicts everywhere."""
-    predictor = predictor_of(task)
-    found = summary(predictor, ())
-    samples = [{"budget": asdict(_budget(row, predictor)), "accuracy": row[2]} for row in _points(predictor)]
-    return {
-        "blocks": predictor.blocks,
-        **found["fit"],
-        "samples": samples,
-        "surface": [_plain(split) for split in surface(predictor, prices_of(task.results["analyse"]))],
-        "warnings": found["warnings"],
-    }
+def _budget(ratios: tuple[float, float], predictor: Predictor) -> Budget:
+    return Budget(*(round((1 - ratio) * predictor.blocks) for ratio in ratios))
 
 
-def _points(predictor: Predictor) -> list[tuple[float, float, float]]:
-    return [(a, t, value) for (a, t), value in zip(predictor.points, predictor.accuracies, strict=True)]
+def _finite(splits: Sequence[Split]) -> tuple[Split, ...]:
+    """Return the splits without infinite speedups, which JSON does not have."""
+    return tuple(one if isfinite(one.speedup or 0.0) else replace(one, speedup=None) for one in splits)
 
 
-def _budget(row: tuple[float, float, float], predictor: Predictor) -> Budget:
-    return Budget(*(round((1 - ratio) * predictor.blocks) for ratio in row[:2]))
+class AllocateStage(Stage[AllocateResult]):
+    """Split the budget between attention and activation layers (paper, Algorithm 3)."""
+
+    name, result = "allocate", AllocateResult
+    settings = ("layers", *BOUNDS, "plus")
+    inputs = ("analyse", "fit")
+
+    def is_needed(self, config: RunConfig) -> bool:
+        return config.is_split and not config.is_balanced
+
+    def run(self, context: RunContext) -> AllocateResult:
+        config, predictor, prices = context.config, predictor_of(context), context.of(AnalyseResult).prices
+        wanted: dict[str, Any] = dict(config.with_numbers(prices.dense).wanted.conditions)
+        if config.plus:
+            wanted = {"layers": config.layers}  # the rest of the goal is met by width
+        allocation = allocate(predictor, prices=prices, **wanted)
+        best = allocation.best
+        if config.plus:
+            _require_room(best.budget, prices, config)
+        share = f"the best split in {100 * best.share:.0f} % of bootstrap draws"
+        context.note(f"{best} layers to remove: predicted {best.accuracy:.2f} %, {share}")
+        return AllocateResult(
+            wanted=dict(allocation.wanted.conditions),
+            budget=best.budget,
+            share=best.share,
+            speedup=best.speedup,
+            table=_finite(allocation.table),
+            frontier=_finite(frontier(predictor, prices)),
+            warnings=allocation.warnings,
+        )
+
+    def estimate(self, trials: Trials) -> StageEstimate:
+        return StageEstimate(stage=self.name, text="how many layers of each kind to remove")
 
 
-def allocate(task: StageTask) -> Result:
-    """Return how many layers of each kind go, and how sure that is."""
-    config, predictor = task.config, predictor_of(task)
-    prices = prices_of(task.results["analyse"])
-    wanted: dict[str, Any] = dict(config.with_numbers(prices.dense).wanted.conditions)
-    if config.plus:
-        wanted = {"layers": config.layers}  # the rest of the goal is for width to meet
-    allocation = split_budget(predictor, prices=prices, **wanted)
-    best = allocation.best
-    if config.plus:
-        _require_room(best.budget, prices, config)
-    task.note(f"{best} go: predicted {best.accuracy:.2f} %, wins {100 * best.share:.0f} % of bootstrap draws")
-    return {
-        "wanted": allocation.wanted.conditions,
-        "budget": asdict(best.budget),
-        "share": best.share,
-        "speedup": best.speedup,
-        "table": [_plain(split) for split in allocation.table],
-        "frontier": [_plain(split) for split in frontier(predictor, prices)],
-        "warnings": list(allocation.warnings),
-    }
+def predictor_of(context: RunContext) -> Predictor:
+    """Return the predictor that is fitted to the samples of the run."""
+    return fit_predictor(samples_of(context), context.of(AnalyseResult).blocks)
 
 
-def _plain(split: Split) -> dict[str, Any]:
-    """Return a split as plain JSON, which has no infinity."""
-    is_finite = split.speedup is not None and isfinite(split.speedup)
-    return asdict(split if is_finite else replace(split, speedup=None))
-
-
-def predictor_of(task: StageTask) -> Predictor:
-    return fit_predictor(samples_of(task), task.results["analyse"]["blocks"])
-
-
-def samples_of(task: StageTask) -> Sequence[Row]:
+def samples_of(context: RunContext) -> Sequence[Row]:
     """Return the samples of the run: those that were given, or those that were collected."""
-    if task.config.samples is not None:
-        return read_samples(task.config.samples, survey_of(task.model).anatomy.blocks)
-    values = task.results["collect"]["samples"]
-    return [Sample(Budget(**row["budget"]), row["accuracy"]) for row in values]
-
-
-def prices_of(analysis: Result) -> Prices:
-    return Prices.from_json(json.dumps(analysis["prices"]))
+    if context.config.samples is not None:
+        return read_samples(context.config.samples, survey_of(context.model).anatomy.blocks)
+    return [Sample(sample.budget, sample.accuracy) for sample in context.of(CollectResult).samples]

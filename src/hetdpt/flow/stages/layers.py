@@ -1,117 +1,196 @@
-"""Which layers go, and the model without them: choose, recover, merge."""
+"""Which layers are removed, and the model without them: select, recover, merge, reduce tokens."""
 
 from __future__ import annotations
 
-import json
 from copy import deepcopy
-from dataclasses import asdict, replace
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
+from hetdpt.core.format import fewer_tokens
 from hetdpt.core.modules import clone
 from hetdpt.core.plan import Budget, Plan
 from hetdpt.core.tokens import read_tokens
 from hetdpt.export.saved import load, save
+from hetdpt.flow.config import RunConfig
 from hetdpt.flow.resumable import recover_into, select_into
-from hetdpt.flow.stages.task import Result, StageTask
+from hetdpt.flow.stages.budget import HOW
+from hetdpt.flow.stages.stage import DATA, MODEL, RunContext, Stage, StageEstimate
 from hetdpt.measurement.agreement import relative_difference
 from hetdpt.reduce.tokens.reduce import reduce_tokens_
+from hetdpt.results import (
+    AllocateResult,
+    BalanceResult,
+    ChosenLayer,
+    MergeResult,
+    RecoverResult,
+    ReduceResult,
+    SelectResult,
+    from_json,
+)
 from hetdpt.selection.importance import Picked
+from hetdpt.selection.methods import method_called
 from hetdpt.store.metrics import EPOCH, METRICS, Metrics
 from hetdpt.store.run_directory import summary_of
 from hetdpt.surgery.merge import merge_
 from hetdpt.surgery.record import require_record
 from hetdpt.training.trainer import Epoch
 
-PLAN_FILE, FOLDER = "plan.json", "model"  # what a stage leaves in its own directory
+if TYPE_CHECKING:
+    from hetdpt.flow.stages.timing import Trials
+
+PLAN_FILE, FOLDER = "plan.json", "model"  # that a stage leaves in its own directory
+SEARCH = ("method", *HOW, "search", "candidates", "explores")
+"""Settings that decide which layers a method chooses."""
 
 
-def select(task: StageTask) -> Result:
-    """Return the plan: which layers of the budget go, and by what scores."""
-    config, picks = task.config, list[Picked]()
-    budget = _budget(task)
-    if budget in (0, Budget(0, 0)):  # all of the goal is for width to meet
-        return {"method": config.method, "plan": asdict(Plan(removal=config.removal)), "picks": []}
+class SelectStage(Stage[SelectResult]):
+    """Choose the layers to remove (paper, stage 1 step 2)."""
 
-    def watch(pick: Picked) -> None:
-        picks.append(pick)
-        task.note(f"{pick.site.kind} {pick.site.block} goes (score {pick.score:.4g})")
+    name, result = "select", SelectResult
+    settings = (*SEARCH, "layers", "budget")
+    inputs = (MODEL, DATA, "allocate", "balance")
+    by_all = True
 
-    task.directory.mkdir(exist_ok=True)
-    plan = select_into(
-        task.directory / PLAN_FILE,
-        task.model,
-        task.data,
-        budget,
-        config.method,
-        config.select_config,
-        overwrite=True,
-        device=config.device,
-        workers=config.workers,
-        minutes=config.minutes,
-        watch=watch,
-        progress=task.progress,
-    )
-    scores = [{"kind": pick.site.kind, "block": pick.site.block, "score": pick.score} for pick in picks]
-    return {"method": config.method, "plan": asdict(plan), "picks": scores}
+    def run(self, context: RunContext) -> SelectResult:
+        config, picks, budget = context.config, list[ChosenLayer](), _budget(context)
+        if budget in (0, Budget(0, 0)):  # width meets the whole goal
+            return SelectResult(config.method, Plan(removal=config.removal))
+
+        def watch(pick: Picked) -> None:
+            picks.append(ChosenLayer(pick.site.kind, pick.site.block, pick.score))
+            context.note(f"layer {len(picks)} to remove: {pick.site.kind} {pick.site.block} (score {pick.score:.4g})")
+
+        context.directory.mkdir(exist_ok=True)
+        plan = select_into(
+            context.directory / PLAN_FILE,
+            context.model,
+            context.data,
+            budget,
+            config.method,
+            config.select_config,
+            overwrite=True,
+            device=config.device,
+            workers=config.workers,
+            minutes=config.minutes,
+            watch=watch,
+            progress=context.progress,
+        )
+        return SelectResult(config.method, plan, tuple(picks))
+
+    def estimate(self, trials: Trials) -> StageEstimate:
+        config = trials.config
+        if not trials.layers:
+            return StageEstimate(stage=self.name, text="no layers: width meets the whole goal")
+        seconds, training = trials.selection(method_called(config.method), trials.layers)
+        how = f"a search of {training}" if training else f"{config.images} training images"
+        about = "about " if trials.is_guess else ""
+        return StageEstimate(
+            stage=self.name,
+            text=f"{about}{trials.layers} layers by {config.method}, {how}",
+            updates=training.updates if training else 0,
+            seconds=seconds,
+            most=training.checkpoints if training else 0,
+        )
 
 
-def _budget(task: StageTask) -> Budget | int:
-    """Return how many layers go: of each kind where that is given or allocated, else in all."""
-    config = task.config
+def _budget(context: RunContext) -> Budget | int:
+    """Return how many layers to remove: of each kind where that is given or allocated, else in all."""
+    config = context.config
     if config.budget is not None:
         return Budget(*config.budget)
     if not config.is_split:
         return config.layers or 0
-    return Budget(**task.results["balance" if config.is_balanced else "allocate"]["budget"])
+    return context.of(BalanceResult).budget if config.is_balanced else context.of(AllocateResult).budget
 
 
-def plan_of(task: StageTask) -> Plan:
-    return Plan.from_json(json.dumps(task.results["select"]["plan"]))
+class RecoverStage(Stage[RecoverResult]):
+    """Fine-tune the model without these layers; the student is saved, not merged yet."""
 
+    name, result = "recover", RecoverResult
+    settings = ("images", "recovery")
+    inputs = (MODEL, DATA, "select", "narrow")
+    by_all = True
 
-def recover(task: StageTask) -> Result:
-    """Return what the fine-tuning came to, epoch by epoch; the student is saved, not merged yet."""
-    config, updates = task.config, task.part("fine-tuning")
-    epochs = recover_into(
-        task.directory,
-        load(task.work_of("narrow") / FOLDER) if config.plus else deepcopy(task.model),
-        task.model,
-        task.data,
-        config.recovery,
-        plan=None if config.plus else plan_of(task),
-        calibration=config.images,
-        merges=False,
-        device=config.device,
-        workers=config.workers,
-        minutes=config.minutes,
-        watch=lambda now: updates(now.update, now.updates),
-    )
-    for epoch in epochs:
-        task.note(_line(epoch), best=epoch.best)
-    task.processes.wait_for_everyone()  # for the first to write what it came to
-    return {**summary_of(task.directory), "epochs": Metrics(task.directory / METRICS).read(EPOCH)}
+    def run(self, context: RunContext) -> RecoverResult:
+        config, updates = context.config, context.part("fine-tuning")
+        epochs = recover_into(
+            context.directory,
+            load(context.work_of("narrow") / FOLDER) if config.plus else deepcopy(context.model),
+            context.model,
+            context.data,
+            config.recovery,
+            plan=None if config.plus else context.of(SelectResult).plan,
+            calibration=config.images,
+            merges=False,
+            device=config.device,
+            workers=config.workers,
+            minutes=config.minutes,
+            watch=lambda now: updates(now.update, now.updates),
+        )
+        for epoch in epochs:
+            context.note(_line(epoch), best=epoch.best)
+        context.processes.wait_for_everyone()  # for the first to write its results
+        rows = Metrics(context.directory / METRICS).read(EPOCH)
+        found = {**summary_of(context.directory), "epochs": rows}
+        return from_json(RecoverResult, found, context.directory / METRICS)
+
+    def estimate(self, trials: Trials) -> StageEstimate:
+        training, images = trials.recovery, trials.images
+        calibrated = Plan(removal=trials.config.removal).is_any_fitted and not trials.config.plus
+        left = (training.models + calibrated) * trials.weights
+        return StageEstimate(
+            stage=self.name,
+            text=f"{training}, measured on {images} images after each",
+            updates=training.updates,
+            evaluations=images * training.evaluations,
+            seconds=trials.recovering(),
+            left=left,
+            most=left + training.checkpoints,
+        )
 
 
 def _line(epoch: Epoch) -> str:
     if not epoch.number:
-        return f"before training: {epoch.last:.2f} %"
-    return f"epoch {epoch.number}/{epoch.epochs}: loss {epoch.loss:.4f}, {epoch.last:.2f} %"
+        return f"before fine-tuning: {epoch.last:.2f} %"
+    return f"epoch {epoch.number} of {epoch.epochs}: loss {epoch.loss:.4f}, {epoch.last:.2f} %"
 
 
-def merge(task: StageTask) -> Result:
-    """Return how many pairs of linear layers became one, and by how much that changed the outputs."""
-    student = load(task.work_of("recover") / task.config.keep).to(next(task.model.parameters()).device)
-    merged = merge_(clone(student))
-    difference = relative_difference(student, merged, require_record(merged).survey.input_size)
-    record = require_record(merged)
-    save(deepcopy(merged).cpu(), task.directory / FOLDER, overwrite=True)
-    plan = replace(record.plan, fits=())
-    return {"merged": len(record.merged), "difference": difference, "plan": asdict(plan)}
+class MergeStage(Stage[MergeResult]):
+    """Merge the linear layers between which no activation is left (paper, Eq. 7)."""
+
+    name, result = "merge", MergeResult
+    settings = ("keep",)
+    inputs = ("recover",)
+
+    def run(self, context: RunContext) -> MergeResult:
+        student = load(context.work_of("recover") / context.config.keep).to(context.device)
+        merged = merge_(clone(student))
+        record = require_record(merged)
+        difference = relative_difference(student, merged, record.survey.input_size)
+        save(deepcopy(merged).cpu(), context.directory / FOLDER, overwrite=True)
+        return MergeResult(len(record.merged), difference, replace(record.plan, fits=()))
+
+    def estimate(self, trials: Trials) -> StageEstimate:
+        text = "linear layers without an activation between them become one"
+        return StageEstimate(stage=self.name, text=text, seconds=2 * trials.saving, left=trials.weights)
 
 
-def reduce(task: StageTask) -> Result:
-    """Return how many tokens the blocks of the merged model hand on from now on."""
-    assert task.config.tokens is not None
-    tokens = read_tokens(task.config.tokens)
-    model = reduce_tokens_(load(task.work_of("merge") / FOLDER), tokens)
-    save(model, task.directory / FOLDER, overwrite=True)
-    return {"tokens": asdict(tokens)}
+class ReduceStage(Stage[ReduceResult]):
+    """Let the blocks of the merged model reduce tokens."""
+
+    name, result = "reduce", ReduceResult
+    settings = ("tokens",)
+    inputs = ("merge",)
+
+    def is_needed(self, config: RunConfig) -> bool:
+        return config.tokens is not None
+
+    def run(self, context: RunContext) -> ReduceResult:
+        tokens = read_tokens(context.config.tokens or "")
+        model = reduce_tokens_(load(context.work_of("merge") / FOLDER), tokens)
+        save(model, context.directory / FOLDER, overwrite=True)
+        return ReduceResult(tokens)
+
+    def estimate(self, trials: Trials) -> StageEstimate:
+        text = fewer_tokens(read_tokens(trials.config.tokens or ""))
+        return StageEstimate(stage=self.name, text=text, seconds=2 * trials.saving, left=trials.weights)

@@ -1,139 +1,209 @@
-"""What a run came to: measured, saved, compared with other methods, reported."""
+"""The outcome of a run: measured, saved, compared with other methods, reported."""
 
 from __future__ import annotations
 
 from dataclasses import asdict
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from torch import nn
 
 from hetdpt.export.exported import export_model
-from hetdpt.export.saved import load
-from hetdpt.export.saved import save as save_model
+from hetdpt.export.saved import load, save
+from hetdpt.flow.comparison import work as comparison
 from hetdpt.flow.comparison.compare import GIVEN, CompareConfig, compare_into, read_comparison
-from hetdpt.flow.comparison.work import Trained
-from hetdpt.flow.stages.budget import samples_of
-from hetdpt.flow.stages.layers import FOLDER, plan_of
+from hetdpt.flow.comparison.work import Cell, Trained
+from hetdpt.flow.config import RunConfig
+from hetdpt.flow.stages.budget import BOUNDS, samples_of
+from hetdpt.flow.stages.layers import FOLDER, SEARCH
+from hetdpt.flow.stages.stage import DATA, EVERY_STAGE, MODEL, RunContext, Stage, StageEstimate
 from hetdpt.flow.stages.summary import summarise
-from hetdpt.flow.stages.task import Result, StageTask
 from hetdpt.measurement.accuracy import evaluate
 from hetdpt.measurement.costs import Costs
 from hetdpt.measurement.machine import Machine
 from hetdpt.measurement.speed import latency_breakdown, measure_throughput
 from hetdpt.report.write import write_reports
-from hetdpt.results import ComparisonRow
+from hetdpt.results import (
+    AnalyseResult,
+    CompareResult,
+    MeasureResult,
+    MethodRow,
+    ModelFigures,
+    ReportResult,
+    SaveResult,
+    SelectResult,
+)
 from hetdpt.selection.methods import method_called
 from hetdpt.store.atomic import sha256, write_json
 from hetdpt.store.stage_directory import SUMMARY
 from hetdpt.surgery.record import require_record
 
+if TYPE_CHECKING:
+    from hetdpt.flow.stages.timing import Trials
+
 SAVED = "model"  # in the run directory
 ROUNDS, TIMING_SECONDS = 500, 10.0  # whichever is over first
+BREAKDOWN, COMPARED = 20, 100  # batches of latency_breakdown, of measure_throughput by default
 
 
-def measure(task: StageTask) -> Result:
-    """Return accuracy, costs and speed of the dense and the pruned model, speeds of interleaved runs."""
-    config, dense, pruned = task.config, task.model, final_model(task)
-    scores = evaluate(pruned, task.data, workers=config.workers, progress=task.part("evaluating the pruned model"))
-    task.note(f"pruned: {scores.top1:.2f} % of {scores.count} images", best=scores.top1)
-    models = {"dense": dense, "pruned": pruned}
-    accuracies = {"dense": task.results["analyse"]["accuracy"], "pruned": asdict(scores)}
-    size = require_record(pruned).survey.input_size
-    speed = measure_throughput(
-        models, size, batch=config.batch, runs=ROUNDS, seconds=TIMING_SECONDS, progress=task.part("timing in turns")
-    )
-    found: Result = {}
-    for name, model in models.items():
-        costs, rate = Costs.of(model, size), speed.throughput[name]
-        found[name] = {"accuracy": accuracies[name], "params": costs.params, "macs": costs.macs}
-        found[name] |= {"ms": 1e3 * rate.batch / rate.value, "throughput": rate.value}
-    task.note(f"speedup {speed.speedup['pruned']}")
-    spent = latency_breakdown(models, size, batch=config.batch)
-    return {
-        **found,
-        "speedup": asdict(speed.speedup["pruned"]),
-        **asdict(Machine.of(next(dense.parameters()).device)),
-        "dtype": rate.dtype,
-        "batch": rate.batch,
-        "breakdown": {name: {kind: ms.value for kind, ms in kinds.items()} for name, kinds in spent.items()},
-    }
+class MeasureStage(Stage[MeasureResult]):
+    """Measure accuracy, costs and speed of the dense and the pruned model, timed in turns."""
+
+    name, result = "measure", MeasureResult
+    settings = ("batch", "device")
+    inputs = (MODEL, DATA, "merge", "reduce")
+    by_all = True
+
+    def run(self, context: RunContext) -> MeasureResult:
+        config, pruned = context.config, final_model(context)
+        watch = context.part("evaluating the pruned model")
+        scores = evaluate(pruned, context.data, workers=config.workers, progress=watch)
+        context.note(f"pruned model: {scores.top1:.2f} % of {scores.count} images", best=scores.top1)
+        models = {"dense": context.model, "pruned": pruned}
+        size, watch = require_record(pruned).survey.input_size, context.part("timing in turns")
+        speed = measure_throughput(
+            models, size, batch=config.batch, runs=ROUNDS, seconds=TIMING_SECONDS, progress=watch
+        )
+        figures = {}
+        for name, accuracy in {"dense": context.of(AnalyseResult).accuracy, "pruned": scores}.items():
+            costs, rate = Costs.of(models[name], size), speed.throughput[name]
+            ms = 1e3 * rate.batch / rate.value
+            figures[name] = ModelFigures(
+                accuracy=accuracy, params=costs.params, macs=costs.macs, ms=ms, throughput=rate.value
+            )
+        context.note(f"speedup {speed.speedup['pruned']}")
+        spent = latency_breakdown(models, size, batch=config.batch)
+        return MeasureResult(
+            dense=figures["dense"],
+            pruned=figures["pruned"],
+            speedup=speed.speedup["pruned"],
+            **asdict(Machine.of(context.device)),
+            dtype=rate.dtype,
+            batch=rate.batch,
+            breakdown={name: {kind: ms.value for kind, ms in kinds.items()} for name, kinds in spent.items()},
+        )
+
+    def estimate(self, trials: Trials) -> StageEstimate:
+        images, timing = trials.images, trials.timing(2, ROUNDS, TIMING_SECONDS)
+        return StageEstimate(
+            stage=self.name,
+            text=f"the pruned model on {images} images; both timed in turns",
+            evaluations=images,
+            seconds=images * trials.evaluation + timing + 2 * BREAKDOWN * trials.batch,
+        )
 
 
-def final_model(task: StageTask) -> nn.Module:
-    """Return the pruned and merged model, its tokens reduced if that was asked for, on the dense one's device."""
-    last = "merge" if task.config.tokens is None else "reduce"
-    return load(task.work_of(last) / FOLDER).to(next(task.model.parameters()).device)
+def final_model(context: RunContext) -> nn.Module:
+    """Return the pruned and merged model, its tokens reduced if that was asked for, on the dense model's device."""
+    last = "merge" if context.config.tokens is None else "reduce"
+    return load(context.work_of(last) / FOLDER).to(context.device)
 
 
-def save(task: StageTask) -> Result:
-    """Return where the model is that the user ships."""
-    model, out = final_model(task).cpu(), task.config.out
-    save_model(model, out / SAVED, overwrite=True)
-    exported = {row.file: export_model(model, out / row.file, overwrite=True) for row in task.config.exports}
-    return {
-        "model": SAVED,
-        "exports": {file: found.largest_difference for file, found in exported.items()},
-        "bytes": _size(out / SAVED),
-        "files": {SAVED: None} | {file: sha256(out / file) for file in exported},
-    }
+class SaveStage(Stage[SaveResult]):
+    """Save the model that the user ships, and export it to other runtimes."""
+
+    name, result = "save", SaveResult
+    settings = ("export", "onnx")
+    inputs = ("merge", "reduce")
+
+    def run(self, context: RunContext) -> SaveResult:
+        model, out = final_model(context).cpu(), context.config.out
+        save(model, out / SAVED, overwrite=True)
+        exported = {row.file: export_model(model, out / row.file, overwrite=True) for row in context.config.exports}
+        return SaveResult(
+            model=SAVED,
+            exports={file: found.largest_difference for file, found in exported.items()},
+            bytes=sum(file.stat().st_size for file in (out / SAVED).iterdir()),
+            files={SAVED: None} | {file: sha256(out / file) for file in exported},
+        )
+
+    def estimate(self, trials: Trials) -> StageEstimate:
+        runtimes = trials.config.exports
+        text = ", and as ".join(["the model", *(row.title for row in runtimes)])
+        left = (1 + len(runtimes)) * trials.weights
+        return StageEstimate(stage=self.name, text=text, seconds=2 * trials.saving, left=left)
 
 
-def _size(folder: Path) -> int:
-    return sum(file.stat().st_size for file in folder.iterdir())
+class CompareStage(Stage[CompareResult]):
+    """Run other methods with as many layers, the same fine-tuning and the same images."""
+
+    name, result = "compare", CompareResult
+    settings = ("compare", *SEARCH, "recovery")
+    inputs = (MODEL, DATA, "select")
+
+    def is_needed(self, config: RunConfig) -> bool:
+        return bool(config.compare)
+
+    def run(self, context: RunContext) -> CompareResult:
+        context.require_single_process()
+        config, layers = context.config, len(context.of(SelectResult).plan)
+        why_not = {name: _why_not(name, layers, context) for name in config.compare}
+        methods = tuple(name for name, why in why_not.items() if not why)
+        left_out = [f"{name} is not compared: {why}" for name, why in why_not.items() if why]
+        if not methods:
+            return CompareResult(rows=(), images=0, warnings=tuple(left_out))
+        asked = CompareConfig(
+            layers=(layers,), methods=methods, selection=config.select_config, recovery=config.recovery
+        )
+        samples = samples_of(context) if config.is_split else ()
+        steps = compare_into(context.directory, context.model, context.data, asked, context.execution, samples=samples)
+        for done in steps:
+            if isinstance(done.result, Trained) and isinstance(done.subject, Cell):
+                context.note(f"{done.subject.method}: {done.result.accuracy:.2f} %")
+        found = read_comparison(context.directory)
+        rows = tuple(
+            MethodRow(
+                method=row.method,
+                plan=row.plan,
+                start=row.start,
+                accuracy=row.accuracy,
+                **{name: getattr(row.speed, name) for name in ("params", "macs", "ms", "speedup", "low", "high")},
+            )
+            for row in found.rows
+        )
+        warnings = (*left_out, *(text for text in found.warnings if text != GIVEN))  # ours are of images held out
+        return CompareResult(rows=rows, images=found.dense.images, measured=found.measured, warnings=warnings)
+
+    def estimate(self, trials: Trials) -> StageEstimate:
+        methods = [method_called(name) for name in trials.config.compare]
+        methods = [method for method in methods if trials.layers <= trials.most(method)]
+        chosen, count = [trials.selection(method, trials.layers) for method in methods], len(methods)
+        searches = [training for _, training in chosen if training]
+        again = trials.images * (1 + count)
+        timing = trials.timing(1 + count, COMPARED, comparison.TIMING_SECONDS)
+        training = sum(seconds for seconds, _ in chosen) + count * trials.recovering()
+        return StageEstimate(
+            stage=self.name,
+            text=f"{', '.join(method.name for method in methods)}: layers chosen, fine-tuned and measured as above",
+            updates=sum(search.updates for search in searches) + count * trials.recovery.updates,
+            evaluations=trials.images * count * trials.recovery.evaluations + again,
+            seconds=training + again * trials.evaluation + timing,
+            most=max(one.checkpoints for one in [*searches, trials.recovery]) + 4 * trials.weights,
+        )
 
 
-def compare(task: StageTask) -> Result:
-    """Return what other methods come to with as many layers, the same fine-tuning and the same images."""
-    task.require_alone()
-    config, layers = task.config, len(plan_of(task))
-    why_not = {name: _why_not(name, layers, task) for name in config.compare}
-    methods = tuple(name for name, why in why_not.items() if not why)
-    left_out = [f"{name} is not compared: {why}" for name, why in why_not.items() if why]
-    if not methods:
-        return {"rows": [], "images": 0, "warnings": left_out}
-    asked = CompareConfig(layers=(layers,), methods=methods, selection=config.select_config, recovery=config.recovery)
-    steps = compare_into(
-        task.directory, task.model, task.data, asked, task.place, samples=samples_of(task) if config.is_split else ()
-    )
-    for done in steps:
-        outcome = getattr(done, "outcome", None)
-        if isinstance(outcome, Trained) and outcome.method:
-            task.note(f"{outcome.method}: {outcome.accuracy:.2f} %")
-    found = read_comparison(task.directory)
-    rows = [_row(row) for row in found.rows]
-    warnings = [*left_out, *(text for text in found.warnings if text != GIVEN)]  # ours are of images held out
-    return {"rows": rows, "images": found.dense.images, "measured": found.measured, "warnings": warnings}
-
-
-def _why_not(name: str, layers: int, task: StageTask) -> str:
-    """Return why a method cannot take so many layers; empty where it can."""
-    method, sites = method_called(name), task.results["analyse"]["sites"]
-    count = len([site for site in sites if method.only in (None, site["kind"])])
+def _why_not(name: str, layers: int, context: RunContext) -> str:
+    """Return why a method cannot remove so many layers; empty if it can."""
+    method = method_called(name)
+    count = len([site for site in context.of(AnalyseResult).sites if method.only in (None, site.kind)])
     if count < layers:
-        return f"{layers} layers go, and there are {count} that it could take"
-    return "there are no samples to split its budget by" if method.split == "map" and not task.config.is_split else ""
+        return f"{layers} layers are removed, but it can remove {count}"
+    needs_samples = method.split == "map" and not context.config.is_split
+    return "there are no samples to split its budget by" if needs_samples else ""
 
 
-def _row(row: ComparisonRow) -> dict[str, Any]:
-    return {
-        "method": row.method,
-        "plan": asdict(row.plan),
-        "start": row.start,
-        "accuracy": row.accuracy,
-        "params": row.speed.params,
-        "macs": row.speed.macs,
-        "ms": row.speed.ms,
-        "speedup": row.speed.speedup,
-        "low": row.speed.low,
-        "high": row.speed.high,
-    }
+class ReportStage(Stage[ReportResult]):
+    """Write the reports and the summary of the run."""
 
+    name, result = "report", ReportResult
+    settings = ("model", "data", *BOUNDS)
+    inputs = (EVERY_STAGE,)
+    is_derived = True
 
-def report(task: StageTask) -> Result:
-    """Return the names of the reports, which are written with the summary of the run."""
-    out = task.config.out
-    found = summarise(task).to_dict()
-    names = write_reports(out, found)
-    write_json(out / SUMMARY, found)  # last: with it the run is finished
-    return {"files": {name: sha256(out / name) for name in (*names.values(), SUMMARY)}}
+    def run(self, context: RunContext) -> ReportResult:
+        out, found = context.config.out, summarise(context)
+        names = write_reports(out, found)
+        write_json(out / SUMMARY, found.to_dict())  # last: with it the run is finished
+        return ReportResult({name: sha256(out / name) for name in (*names.values(), SUMMARY)})
+
+    def estimate(self, trials: Trials) -> StageEstimate:
+        return StageEstimate(stage=self.name, text="summary.json, report.html, report.md, report.json")
