@@ -43,10 +43,10 @@ from hetdpt.studies.relevance import (
     _of_windows,
     contrast,
     explain,
-    likeness,
     neighbours,
     ranks,
     rollout,
+    similarity,
 )
 from hetdpt.surgery.gate import gate_
 from hetdpt.surgery.merge import merge_
@@ -262,7 +262,7 @@ def test_attention_in_two_products_is_what_the_fused_operator_computes(mask: Ten
 def test_an_error_leaves_the_model_as_it_was(model: nn.Module, images: Tensor) -> None:
     weights = {name: bytes_of(tensor) for name, tensor in model.state_dict().items()}
     modes = [module.training for module in model.train().modules()]
-    with pytest.raises(DataError, match="class 10 was asked for, but this model knows classes 0-9"):
+    with pytest.raises(DataError, match="got class 10, but this model has the classes 0-9"):
         explain(model, images, 10)
     assert [module.training for module in model.modules()] == modes
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
@@ -425,7 +425,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     ),
     "reduced tokens": (
         lambda: reduce_tokens_(named("vit_tiny_patch16_224").build(), Tokens("tome", 2)),
-        r"this model reduces its tokens by tome, and what is left has no place in the image; call restore_tokens_.*",
+        r"this model reduces its tokens by tome, and those left have no position in the image; call restore_tokens_.*",
     ),
     "keys of fewer tokens": (
         lambda: timm.create_model("pvt_v2_b0", depths=(1, 1, 1, 1), embed_dims=(8, 8, 8, 8), num_heads=(1, 1, 1, 1)),
@@ -437,7 +437,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     ),
     "no convolution": (
         lambda: named("naflexvit_base_patch16_gap").build(),
-        "the 8 tokens of blocks.0 were expected to be those of the patches that a convolution makes .*",
+        "the 8 tokens of blocks.0 were expected to be the patches that a convolution makes .*",
     ),
 }
 
@@ -452,7 +452,7 @@ def test_models_without_such_maps_are_refused(name: str) -> None:
 def test_wrong_images_and_classes_are_refused(model: nn.Module, images: Tensor) -> None:
     with pytest.raises(DataError, match="3 classes were given for 2 images; give one, or one for each"):
         explain(model, images, [1, 2, 3])
-    with pytest.raises(DataError, match="class -1 was asked for, but this model knows classes 0-9"):
+    with pytest.raises(DataError, match="got class -1, but this model has the classes 0-9"):
         explain(model, images, [1, -1])
     with pytest.raises(DataError, match="relevance needs images"):
         explain(model, images[:0])
@@ -483,7 +483,7 @@ def test_neighbours_are_compared_by_angle_and_rank() -> None:
 def test_removed_layers_are_contrasted_with_the_kept_ones() -> None:
     values = ((0.9, 0.8), (0.7, 0.8), (0.1, 0.2))
     pairs = [Pair((block, block + 1), 5 * each, ()) for block, each in enumerate(values)]  # of ten images
-    alike = likeness(pairs, "cosines")
+    alike = similarity(pairs, "cosines")
     assert alike[1] == pytest.approx([0.8] * 10)
     assert alike[3] == pytest.approx([0.1, 0.2] * 5)
     best = contrast(alike, {0})
@@ -501,8 +501,8 @@ def test_removed_layers_are_contrasted_with_the_kept_ones() -> None:
     assert few.low is None
     assert contrast(alike, ()) is None
     assert contrast(alike, range(4)) is None
-    assert contrast(likeness(pairs[:2], "cosines"), {0}) is not None
-    assert contrast(likeness(pairs[:1], "cosines"), {0}) is None, "of one pair both layers are as alike"
+    assert contrast(similarity(pairs[:2], "cosines"), {0}) is not None
+    assert contrast(similarity(pairs[:1], "cosines"), {0}) is None, "of one pair both layers are as alike"
 
 
 def drawn(path: Path, layers: list[Layer], maps: tuple[Any, ...]) -> Any:
@@ -614,9 +614,7 @@ def test_bad_input_is_one_sentence(run: Run, folder: Path, tmp_path: Path) -> No
     run(*command, "cat.jpg", "--out", out).is_refused(
         "cat.jpg is not there; an image, or a folder of images, was expected"
     )
-    run(*command, image, "--class", -1, "--out", out).is_refused(
-        "class -1 was asked for, but this model knows classes 0-9"
-    )
+    run(*command, image, "--class", -1, "--out", out).is_refused("got class -1, but this model has the classes 0-9")
     run(*command, image, "--class=--1", "--out", out).is_refused(
         "the names of this model's classes are not known; give the number of a class, not '--1'"
     )
@@ -635,7 +633,7 @@ def test_what_is_read_is_not_written_over(run: Run, folder: Path, tmp_path: Path
     shutil.copy(folder / "pictures" / "0.png", image)
     before = {file: file.read_bytes() for file in (plan, image)}
     command = ("explain", folder / "dense", "--image", image, "--plan", plan, "--overwrite", "--out")
-    says = "would be written over, but it is read here; call the figure something else"
+    says = "would be overwritten, but it is an input; give the figure another name"
     run(*command, plan.with_suffix(".png")).is_refused(f"{plan} {says}")
     run(*command, image).is_refused(f"{image} {says}")
     with pytest.raises(FileError, match=rf"cat.png {says}"):
@@ -646,9 +644,7 @@ def test_what_is_read_is_not_written_over(run: Run, folder: Path, tmp_path: Path
 @pytest.mark.parametrize("suffix", [".png", ".json"])
 def test_a_directory_in_the_place_of_a_file_leaves_nothing_new(suffix: str, folder: Path, tmp_path: Path) -> None:
     (tmp_path / f"maps{suffix}").mkdir()
-    with pytest.raises(
-        FileError, match=rf"maps{suffix} is a directory, where a file is to be written; call the figure"
-    ):
+    with pytest.raises(FileError, match=rf"maps{suffix} is a directory, but a file is to be written; give the figure"):
         explain_into(tmp_path / "maps.png", hetdpt.load(folder / "dense"), folder / "pictures" / "0.png")
     assert [file.name for file in tmp_path.iterdir()] == [f"maps{suffix}"]
 
@@ -665,9 +661,9 @@ def test_a_plan_that_cannot_be_is_refused_before_any_image_is_looked_at(folder: 
 
 def test_what_is_no_question_is_refused(folder: Path, tmp_path: Path) -> None:
     model, image = hetdpt.load(folder / "dense"), folder / "pictures" / "0.png"
-    with pytest.raises(HetDPTError, match="data is for what takes the place of removed layers, but no layer goes; .*"):
+    with pytest.raises(HetDPTError, match="data is to fit replacements of removed layers, but no layer is removed; .*"):
         ExplainConfig(data="demo")
-    with pytest.raises(DataError, match="drawn is a number of images, 1 or more, not 0"):
+    with pytest.raises(DataError, match="drawn is 0; a number of images, 1 or more, was expected"):
         ExplainConfig(drawn=0)
     with pytest.raises(DataError, match="no image was given; give one or more files or folders of images"):
         explain_into(tmp_path / "maps.png", model, [])

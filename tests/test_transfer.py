@@ -38,7 +38,7 @@ from hetdpt.data.sources import Data, open_data
 from hetdpt.data.streams import Stream
 from hetdpt.data.subset import Subset
 from hetdpt.flow.recipes import cifar100_transfer
-from hetdpt.studies.features import CHUNK, heads_in, pooled_features, take_features, with_classifier_
+from hetdpt.studies.features import CHUNK, compute_features, heads_in, pooled_features, with_classifier_
 from hetdpt.studies.probe import STRENGTHS, choose_strength, fit_probe
 from hetdpt.studies.transfer import TransferConfig, transfer_into
 
@@ -199,25 +199,25 @@ def test_features_are_taken_once_in_files(models: dict[str, nn.Module], data: Da
     dense = models["dense"]
     assert data.val is not None
     assert not isinstance(data.val, Stream)
-    first = take_features(tmp_path / "one", "val", dense, data.val, batch_size=100)
+    first = compute_features(tmp_path / "one", "val", dense, data.val, batch_size=100)
     assert [file.name for file in sorted((tmp_path / "one").iterdir())] == [f"val-{n:05d}.safetensors" for n in (0, 1)]
     assert first.labels.tolist() == list(data.val.targets())
     assert first.values.shape == (360, 32)
     dense.register_forward_pre_hook(lambda _, given: seen.append(len(given[0])))
     (tmp_path / "one" / "val-00001.safetensors").unlink()
-    again = take_features(tmp_path / "one", "val", dense, data.val, batch_size=50)
+    again = compute_features(tmp_path / "one", "val", dense, data.val, batch_size=50)
     assert seen[0] == 1  # to find its head
     assert sum(seen[1:]) == 360 - CHUNK
     torch.testing.assert_close(again.values, first.values, rtol=1e-4, atol=1e-5)  # batches of another size
     seen.clear()
-    take_features(tmp_path / "one", "val", dense, data.val, batch_size=50)
+    compute_features(tmp_path / "one", "val", dense, data.val, batch_size=50)
     assert seen == []
     damaged = tmp_path / "one" / "val-00000.safetensors"
     whole = damaged.read_bytes()
     for content in (whole[:-9], b"", whole[:-9] + bytes([whole[-9] ^ 1]) + whole[-8:]):
         damaged.write_bytes(content)
-        with pytest.raises(FileError, match=r"val-00000.safetensors is damaged .* remove it to have it taken again"):
-            take_features(tmp_path / "one", "val", dense, data.val, batch_size=50)
+        with pytest.raises(FileError, match=r"val-00000.safetensors is damaged .* remove it to have it made again"):
+            compute_features(tmp_path / "one", "val", dense, data.val, batch_size=50)
 
 
 def test_features_that_a_disk_does_not_take(models: dict[str, nn.Module], data: Data, tmp_path: Path) -> None:
@@ -226,11 +226,11 @@ def test_features_that_a_disk_does_not_take(models: dict[str, nn.Module], data: 
     resource.setrlimit(resource.RLIMIT_FSIZE, (64, limits[1]))  # bytes, of any file
     try:
         with pytest.raises(FileError, match=r"val-00000.safetensors cannot be written \(.*\); is the disk full\?"):
-            take_features(tmp_path / "full", "val", models["dense"], few, batch_size=4)
+            compute_features(tmp_path / "full", "val", models["dense"], few, batch_size=4)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert list((tmp_path / "full").iterdir()) == []
-    assert take_features(tmp_path / "full", "val", models["dense"], few, batch_size=4).values.shape == (4, 32)
+    assert compute_features(tmp_path / "full", "val", models["dense"], few, batch_size=4).values.shape == (4, 32)
 
 
 class Torn(Subset):
@@ -245,12 +245,12 @@ class Torn(Subset):
 def test_what_cannot_be_read_does_not_count(models: dict[str, nn.Module], data: Data, tmp_path: Path) -> None:
     assert data.val is not None
     torn = Torn(data.val, tuple(range(9)))  # type: ignore[arg-type]
-    found = take_features(tmp_path / "torn", "val", models["dense"], torn, batch_size=4)
+    found = compute_features(tmp_path / "torn", "val", models["dense"], torn, batch_size=4)
     assert (~found.is_read).nonzero().flatten().tolist() == [0, 3, 6]
     assert not found.values[~found.is_read].any()
     only = Torn(data.val, (0,))  # type: ignore[arg-type]
     with pytest.raises(DataError, match="none of the 1 images can be read"):
-        take_features(tmp_path / "none", "val", models["dense"], only, batch_size=4)
+        compute_features(tmp_path / "none", "val", models["dense"], only, batch_size=4)
     few = replace(data, val=Torn(data.val, tuple(range(30))))  # type: ignore[arg-type]
     [done] = transfer_into(tmp_path / "run", {"dense": models["dense"]}, few, config(settings={"per_class": 3}))
     assert done.result.answers[::3] == "-" * 10

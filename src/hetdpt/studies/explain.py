@@ -1,7 +1,7 @@
-"""What a model, and the same without the layers of a plan, saw of images: a figure, and the numbers beside it.
+"""Relevance maps of images, of a model and of the same model without the layers of a plan: a figure and its numbers.
 
 NAME.png    or .svg: for each image the maps of whole models and of every block, removed layers framed
-NAME.json   checksums of the images, classes, probabilities, how alike neighbouring layers are
+NAME.json   checksums of the images, classes, probabilities, similarity of neighbouring layers
 """
 
 from __future__ import annotations
@@ -32,55 +32,55 @@ from hetdpt.studies.relevance import (
     Relevance,
     contrast,
     explain,
-    likeness,
     mean,
     neighbours,
     require_classifier,
+    similarity,
 )
 from hetdpt.surgery.calibrate import calibrate_
 from hetdpt.surgery.record import record_of, sites
 from hetdpt.surgery.remove import prune_
 
 MEASURES: dict[str, Literal["cosines", "ranks"]] = {"cosine": "cosines", "rank": "ranks"}
-"""What is said of a pair of maps, and what ``Pair`` calls it."""
+"""The measures of similarity, and their names in ``Pair``."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExplainConfig:
-    """What the maps speak for, which layers go, and how much of it is drawn."""
+    """Which class maps are for, which layers are removed, and how much is drawn."""
 
     target: int | str | None = None
     """Number or name of the class; the most probable one of each image by default."""
     plan: Plan | None = None
-    """Layers to mark; the model without them is looked at too."""
+    """Layers to mark; the model without them is explained too."""
     data: str | None = None
-    """Images, as ``open_images`` calls them, on which fitted replacements of these layers are fitted."""
+    """Name of the images, as for ``open_images``, on which replacements of these layers are fitted."""
     root: Path | None = None
-    """Where that data is, if not here."""
+    """The folder of that data, if not the current one."""
     calibration: int = 256
     """How many of its images."""
     first: int = 8
     """Images to take of a folder, by name."""
     drawn: int = 8
-    """Images to draw, the first ones; numbers are of all."""
+    """Images to draw, the first ones; numbers are computed of all."""
     batch_size: int = 8
     """Images at once."""
     name: str | None = None
-    """What the model is called in the record: its class by default."""
+    """Name of the model in the record: its class by default."""
     overwrite: bool = False
     """Whether an earlier figure and its numbers may be replaced."""
 
     def __post_init__(self) -> None:
         if self.data is not None and not self.plan:
-            raise PlanError("data is for what takes the place of removed layers, but no layer goes; give a plan too")
+            raise PlanError("data is to fit replacements of removed layers, but no layer is removed; give a plan too")
         for name in ("calibration", "first", "drawn", "batch_size"):
             if getattr(self, name) < 1:
-                raise DataError(f"{name} is a number of images, 1 or more, not {getattr(self, name)}")
+                raise DataError(f"{name} is {getattr(self, name)}; a number of images, 1 or more, was expected")
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """What was seen of images."""
+    """The relevance maps of images, and their numbers."""
 
     model: str
     plan: Plan | None
@@ -88,7 +88,7 @@ class Explanation:
     checksums: tuple[str, ...]
     """SHA-256 of each file."""
     names: tuple[str, ...] | None
-    """Of all classes; None where nobody knows."""
+    """Of all classes; None if they are unknown."""
     found: Relevance
     """Of the model as it was given."""
     pruned: Relevance | None
@@ -97,12 +97,12 @@ class Explanation:
 
     @cached_property
     def pairs(self) -> tuple[Pair, ...]:
-        """How alike neighbouring maps of the model as it was given are."""
+        """The similarity of neighbouring maps of the model as it was given."""
         return neighbours(self.found)
 
     def record(self) -> dict[str, Any]:
-        """Return all numbers as plain JSON; what cannot be known is null."""
-        alike = {name: likeness(self.pairs, by) for name, by in MEASURES.items()}
+        """Return all numbers as plain JSON; unknown ones are null."""
+        alike = {name: similarity(self.pairs, by) for name, by in MEASURES.items()}
         removed = {layer.block for layer in self.layers if layer.is_removed}
         return {
             "model": self.model,
@@ -163,10 +163,10 @@ def explain_into(
     config: ExplainConfig | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Explanation:
-    """Draw what each attention layer of ``model`` saw of ``images``, files or folders of them, and return it.
+    """Draw the relevance maps of ``model`` for ``images``, files or folders of them, and return them.
 
-    Beside ``figure``, PNG or SVG by its name, goes ``Explanation.record`` as JSON. The model stays as it is;
-    ``progress`` is told (images seen, in all).
+    ``Explanation.record`` is written as JSON beside ``figure``, which is PNG or SVG by its name. The model is not
+    changed; ``progress`` is called with (images done, in all).
     """
     figure, config = Path(figure), config or ExplainConfig()
     files = picture_files([images] if isinstance(images, str | Path) else images, config.first)
@@ -175,7 +175,7 @@ def explain_into(
     wants = preprocessing_of(model)
     given, names = prepared(files, wants), class_names(model)
     target = find_class(config.target, names) if isinstance(config.target, str) else config.target
-    student = _pruned(model, config) if config.plan else None  # a plan that does not fit is refused before all else
+    student = _pruned(model, config) if config.plan else None  # a plan that does not fit raises before all else
     found = explain(model, given, target, batch_size=config.batch_size, progress=progress)
     made = Explanation(
         model=config.name or type(model).__name__,
@@ -192,22 +192,22 @@ def explain_into(
 
 
 def numbers_beside(figure: Path) -> Path:
-    """Return the file of the numbers that go with ``figure``."""
+    """Return the file for the numbers of ``figure``."""
     return figure.with_suffix(".json")
 
 
 def require_places(figure: Path, overwrite: bool, read: Iterable[Path] = ()) -> None:
-    """Raise ``FileError`` unless ``figure`` is called as one is, and both it and its numbers may be written.
+    """Raise ``FileError`` unless ``figure`` is named like one, and both it and its numbers may be written.
 
-    What is ``read``, a plan or an image, is not written over, on purpose or not.
+    Files that are ``read``, a plan or images, are never overwritten.
     """
     require_figure(figure)
     used = {file.resolve() for file in read}
     for file in (figure, numbers_beside(figure)):
         if file.resolve() in used:
-            raise FileError(f"{file} would be written over, but it is read here; call the figure something else")
+            raise FileError(f"{file} would be overwritten, but it is an input; give the figure another name")
         if file.is_dir():
-            raise FileError(f"{file} is a directory, where a file is to be written; call the figure something else")
+            raise FileError(f"{file} is a directory, but a file is to be written; give the figure another name")
         require_new(file, overwrite)
 
 

@@ -1,6 +1,6 @@
-"""What a model makes of images before it names a class: pooled features, taken once and kept in files.
+"""The pooled features of images, computed once and kept in files.
 
-Of a classifier they are what the linear layers of its head are given, side by side where there are two (DeiT: the class
+Of a classifier they are the inputs of the linear layers of its head, side by side if there are two (DeiT: the class
 token, then the distillation token). Of a model without a head they are its pooled output. Nothing is fitted here.
 """
 
@@ -30,13 +30,13 @@ from hetdpt.export.saved import write_tensors
 from hetdpt.store.atomic import written
 from hetdpt.surgery.prefix_cache import Probe, heads_of
 
-CHUNK = 256  # images in a file, which is all that a kill can lose
+CHUNK = 256  # images in a file; a kill loses no more than that
 SEAL = "sha256"
 
 
 @dataclass(frozen=True)
 class Features:
-    """Those of the images of a split, in its order."""
+    """The features of the images of a split, in its order."""
 
     values: Tensor
     """(images, D), float32; zeros where an image could not be read."""
@@ -49,7 +49,7 @@ class Features:
 
 
 def heads_in(model: nn.Module) -> tuple[str, ...]:
-    """Return the paths of the linear layers that make the logits of ``model``; none where it has no head.
+    """Return the paths of the linear layers that compute the logits of ``model``; none if it has no head.
 
     >>> import timm
     >>> heads_in(timm.create_model("deit_tiny_distilled_patch16_224", depth=1))
@@ -64,7 +64,7 @@ def heads_in(model: nn.Module) -> tuple[str, ...]:
     if any(model.get_submodule(path).out_features != classes for path in heads):
         raise ModelError(
             f"the logits of {type(model).__name__} do not come from linear layers with an output for each of its "
-            f"{classes} classes, so that its features are not known; give another model"
+            f"{classes} classes, so its features are unknown; give another model"
         )
     return heads
 
@@ -86,9 +86,9 @@ def pooled_features(model: nn.Module, heads: tuple[str, ...], images: Tensor) ->
 
 @torch.no_grad()
 def with_classifier_(model: nn.Module, heads: tuple[str, ...], weight: Tensor, bias: Tensor) -> nn.Module:
-    """Make a linear layer on the features of ``model``, (classes, D) and (classes,), its head, and return the model.
+    """Make a linear layer on its features, (classes, D) and (classes,), the head of ``model``, and return the model.
 
-    Two heads, whose logits a model averages, each get their part of it, twice. ``ModelError`` where it does not.
+    Two heads whose logits a model averages each get their part of it, doubled. ``ModelError`` if it does not.
     """
     with_head_(model, len(bias), heads)
     heads, images = heads_in(model), random_images(model, input_size_of(model), 2)
@@ -105,14 +105,12 @@ def with_classifier_(model: nn.Module, heads: tuple[str, ...], weight: Tensor, b
         asked = F.linear(pooled_features(model, heads, images), weight.to(images), bias.to(images))
         answer = logits_of(model(images))
     if not torch.allclose(answer, asked, rtol=1e-3, atol=1e-3 * asked.abs().max().item()):
-        raise ModelError(
-            f"{type(model).__name__} does not average its {len(heads)} heads, so that they are not one layer"
-        )
+        raise ModelError(f"{type(model).__name__} does not average its {len(heads)} heads, so they are not one layer")
     return model
 
 
 @torch.no_grad()
-def take_features(
+def compute_features(
     directory: Path,
     split: str,
     model: nn.Module,
@@ -125,7 +123,7 @@ def take_features(
 ) -> Features:
     """Return the features of all images of ``source``, without augmentation; those in ``directory`` are only read.
 
-    Each ``CHUNK`` of them is a file that is there wholly or not at all. ``before_write`` may object to one.
+    Each ``CHUNK`` of them is a file, written whole or not at all. ``before_write`` is called before each and may raise.
     """
     directory.mkdir(parents=True, exist_ok=True)
     parts = [range(start, min(start + CHUNK, len(source))) for start in range(0, len(source), CHUNK)]
@@ -171,10 +169,10 @@ def _rows(
 
 
 def _read(files: list[Path]) -> Features:
-    """Return what is in the files, in their order; ``DataError`` where no image could be read."""
+    """Return the features in the files, in their order; ``DataError`` if no image could be read."""
     values, labels = [], []
     for file in files:
-        way_out = "remove it to have it taken again"
+        way_out = "remove it to have it made again"
         try:
             with safe_open(file, "pt") as found:
                 seal = (found.metadata() or {}).get(SEAL)
@@ -186,5 +184,5 @@ def _read(files: list[Path]) -> Features:
             raise FileError(f"{file} is damaged (its checksum does not match); {way_out}")
     features = Features(torch.cat(values), torch.cat(labels))
     if not features.is_read.any():
-        raise DataError(f"none of the {len(features.labels)} images can be read; look at the files")
+        raise DataError(f"none of the {len(features.labels)} images can be read; check the files")
     return features

@@ -1,8 +1,8 @@
-"""A linear classifier on features that stay as they are: multinomial logistic regression, how strong decided by itself.
+"""A linear classifier on fixed features: multinomial logistic regression, its penalty chosen on held-out images.
 
 minimise over W, b:  mean of -log softmax(W z + b)[y] + strength / 2 * |W|^2,  z = (x - mean) / deviation
 
-Knows features and labels; no model, no image and no file.
+It knows features and labels; no model, no image and no file.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from torch.nn import functional as F
 from hetdpt.core.errors import MeasureError
 
 STRENGTHS = (1.0, 0.1, 0.01, 1e-3, 1e-4)
-"""Of the penalty, those that are tried; 1 / (C images) for the C of other libraries."""
+"""Strengths of the penalty to try; 1 / (C images) for the C of other libraries."""
 STEPS = 1000  # of LBFGS, at most
-SCALE = 1e6  # of the loss: LBFGS of torch passes over steps s with changes y of the gradient where y s is below 1e-10
-LARGE = 1 << 32  # bytes of features beyond which float32 has to do
+SCALE = 1e6  # of the loss: LBFGS of torch skips steps s with changes y of the gradient where y s is below 1e-10
+LARGE = 1 << 32  # bytes of features above which float32 is used
 
 
 @dataclass(frozen=True)
 class LinearProbe:
-    """A linear layer on features as they come, the standardisation folded in."""
+    """A linear layer on raw features, with the standardisation folded in."""
 
     weight: Tensor
     """(classes, D)."""
@@ -33,7 +33,7 @@ class LinearProbe:
     """(classes,)."""
     strength: float
     steps: int
-    """How often the loss was looked at to find it."""
+    """Evaluations of the loss in the search."""
 
     def logits(self, values: Tensor) -> Tensor:
         """Return the logits (B, classes) of features (B, D), on the device of the probe."""
@@ -42,7 +42,7 @@ class LinearProbe:
 
 @dataclass(frozen=True)
 class Trial:
-    """How one strength did on training images that were held out."""
+    """The result of one strength on held-out training images."""
 
     strength: float
     accuracy: float
@@ -55,20 +55,20 @@ def fit_probe(
 ) -> LinearProbe:
     """Return the probe that minimises the loss above for features (B, D) and labels (B,), on their device.
 
-    In float64 where the device has it and memory suffices. Biases are not penalised. A feature that never changes
-    counts for nothing. ``start`` (classes, D), of features as they come, is where the search begins.
+    In float64 if the device has it and memory suffices. Biases are not penalised. A constant feature gets no weight.
+    ``start`` (classes, D), for raw features, is where the search starts.
 
     >>> values = torch.tensor([[0.0], [1.0], [2.0], [3.0]])
     >>> fit_probe(values, torch.tensor([0, 0, 1, 1]), 2, 0.01).logits(values).argmax(1)
     tensor([0, 0, 1, 1])
     """
     if not values.isfinite().all():
-        raise MeasureError("features that are not finite cannot be told apart; does the model still answer?")
+        raise MeasureError("features are not finite, so no probe can be fitted; does the model still work?")
     is_small = 8 * values.numel() <= LARGE and values.device.type != "mps"
     inputs = values.to(torch.float64 if is_small else torch.float32)
     mean, deviation = inputs.mean(0), inputs.std(0, correction=0)
     largest = torch.maximum(inputs.amax(0), -inputs.amin(0))
-    scale = torch.where(deviation > 1e-6 * largest, 1 / deviation, 0)  # else it is the rounding that differs
+    scale = torch.where(deviation > 1e-6 * largest, 1 / deviation, 0)  # else only the rounding differs
     layer = inputs.new_zeros(classes, inputs.shape[1] + 1)  # the last column is the bias
     if start is not None:
         layer[:, :-1] = start.to(layer) * deviation
@@ -78,10 +78,10 @@ def fit_probe(
 
 
 def _minimise(layer: Tensor, inputs: Tensor, labels: Tensor, strength: float) -> int:
-    """Move ``layer`` (classes, D + 1) to where the loss is least, and return how often the loss was looked at."""
+    """Minimise the loss over ``layer`` (classes, D + 1), in place; return how often the loss was evaluated."""
     truth = F.one_hot(labels, len(layer)).to(inputs)  # (B, classes)
     is_double = layer.dtype == torch.float64
-    # The loss is then above its least by no more than |gradient|^2 / (2 strength).
+    # The loss is then above its minimum by no more than |gradient|^2 / (2 strength).
     search = torch.optim.LBFGS(
         [layer],
         max_iter=STEPS,
@@ -113,12 +113,12 @@ def choose_strength(
     strengths: Sequence[float] = STRENGTHS,
     progress: Callable[[int, int], None] | None = None,
 ) -> tuple[Trial, ...]:
-    """Return how the strengths did on the images that are held out (B,), the best first: most right, then least loss.
+    """Return the results of the strengths on held-out images (B,), the best first: accuracy, then loss.
 
-    Each search begins with what the one before it found, from the strongest on.
+    Each search starts from the result of the one before it, from the strongest on.
     """
     if not is_held.any() or is_held.all():
-        raise MeasureError("of the images some are held out and some are not; give a part of both")
+        raise MeasureError("some images must be held out and some not; give both")
     trials, start = list[Trial](), None
     for number, strength in enumerate(sorted(strengths, reverse=True), 1):
         probe = fit_probe(values[~is_held], labels[~is_held], classes, strength, start)

@@ -1,21 +1,21 @@
-"""What each attention saw of an image, as far as it speaks for a class; and how alike neighbouring layers are in that.
+"""The relevance of each patch to a class, for every attention layer; and how similar neighbouring layers are in that.
 
 Relevance is gradient-weighted attention (Chefer et al., ICCV 2021, Eq. 5). With A (heads, N, N) the attention of a
 block and y the logit of the class,
 
     A_bar = mean over heads of max(dy/dA * A, 0)
 
-is (N, N): how much token j, seen from token i, speaks for the class. The rollout (Chefer et al., CVPR 2021)
+is (N, N): how much token j, attended to by token i, supports the class. The rollout (Chefer et al., CVPR 2021)
 follows it through the L blocks,
 
     R = S_L ... S_2 S_1,    S = (I + A_bar), each row divided by its sum,
 
-so that the rows of R sum to 1. A map is a row, without the tokens that are no patches, in the grid of patches. Which
-row: that of the class token where the head reads it (of DeiT's two tokens the first, with the mean of its two logits);
-else the mean of the rows of the patches that it reads. Blocks that cut windows have no row for all of the image: there
-a map is what each token is given, the mean over the rows of its window, and there is no rollout.
+so the rows of R sum to 1. A map is a row, without the tokens that are not patches, in the grid of patches. It is the
+row of the class token if the head reads it (of DeiT's two tokens the first, with the mean of its two logits), else the
+mean of the rows of the patches that the head reads. Blocks with windows have no row for the whole image: there a map is
+what each token receives, the mean over the rows of its window, and there is no rollout.
 
-Nothing is drawn or written here, and the model stays as it is.
+Nothing is drawn or written here, and the model is not changed.
 """
 
 from __future__ import annotations
@@ -44,25 +44,25 @@ from hetdpt.surgery.gate import gates_by_site
 from hetdpt.surgery.record import record_of, survey_of
 
 FEW = 10
-"""Of fewer images there is no interval: their spread is hardly known."""
+"""With fewer images there is no interval: their spread is too uncertain."""
 CHOICES = 20_000
-"""As many choices of layers are compared with the one that was made, where there are more."""
+"""At most so many other choices of layers are compared with the one that was made."""
 
 
 @dataclass(frozen=True)
 class Relevance:
-    """What the attention of each block saw of B images."""
+    """The relevance maps of B images, of each attention layer and of the whole model."""
 
     sites: tuple[Site, ...]
     """The attention layers of the model, removed ones too, in order of execution."""
     maps: tuple[Tensor | None, ...]
     """Of each (B, rows, columns), in the grid of its tokens; None for one that is removed."""
     whole: Tensor | None
-    """Of the whole model (B, rows, columns), by rollout; None for a model that cuts windows."""
+    """Of the whole model (B, rows, columns), by rollout; None for a model with windows."""
     rows: str
     """Whose rows they are: ``class token``, ``patches`` or ``windows``."""
     classes: tuple[int, ...]
-    """What the maps speak for, for each image."""
+    """The class that the maps of each image are for."""
     probabilities: tuple[float, ...]
     """Of these classes, by softmax."""
     answers: tuple[int, ...]
@@ -72,27 +72,27 @@ class Relevance:
 
 @dataclass(frozen=True)
 class Pair:
-    """How alike the maps of two neighbouring attention layers are; a number for each image, nan where one is blank."""
+    """The similarity of the maps of two neighbouring attention layers, for each image; nan if a map is blank."""
 
     blocks: tuple[int, int]
     cosines: tuple[float, ...]
-    """Maps have no number below 0, so this is between 0 and 1, and above 0 also for strangers."""
+    """Maps have no negative values, so this is between 0 and 1, and above 0 even for unrelated maps."""
     ranks: tuple[float, ...]
     """Spearman's correlation of ranks, -1 to 1."""
 
 
 @dataclass(frozen=True)
 class Contrast:
-    """Whether the maps of removed layers are more like their neighbours' than those of kept ones."""
+    """Whether the maps of removed layers are more similar to their neighbours' than those of kept ones."""
 
     removed: float
-    """Mean over layers and images of the likeness of a layer to its one or two neighbours."""
+    """Mean over layers and images of the similarity of a layer to its one or two neighbours."""
     kept: float
     low: float | None
-    """95 % interval of removed - kept over images, by the normal distribution; None of fewer than ``FEW``."""
+    """95 % interval of removed - kept over images, by the normal distribution; None with fewer than ``FEW``."""
     high: float | None
     as_alike: float
-    """Part of all choices of as many layers that are at least as alike to their neighbours as this one."""
+    """Part of all choices of as many layers that are at least as similar to their neighbours as this one."""
 
     @property
     def difference(self) -> float:
@@ -107,9 +107,9 @@ def explain(
     batch_size: int = 8,
     progress: Callable[[int, int], None] | None = None,
 ) -> Relevance:
-    """Return what the attention layers of ``model`` saw of ``images`` (B, C, H, W), prepared for it.
+    """Return the relevance maps of all attention layers of ``model`` for ``images`` (B, C, H, W), prepared for it.
 
-    ``target`` is the class that maps speak for, or one for each image; the most probable one of each by default.
+    ``target`` is the class that maps are for, or one for each image; the most probable one of each by default.
 
     >>> import timm
     >>> model = timm.create_model("vit_tiny_patch16_224", depth=2, num_classes=10, img_size=64)
@@ -135,7 +135,7 @@ def explain(
 
 @dataclass(frozen=True)
 class _Part:
-    """What was found of a batch of images."""
+    """The maps of a batch of images."""
 
     maps: list[Tensor]
     whole: Tensor | None
@@ -145,7 +145,7 @@ class _Part:
 
 
 def require_classifier(model: nn.Module) -> None:
-    """Raise ``ModelError`` unless ``model`` answers with classes, for which alone there is relevance."""
+    """Raise ``ModelError`` unless ``model`` is a classifier: relevance is for a class."""
     try:
         num_classes_of(model)
     except ModelError:
@@ -168,8 +168,8 @@ def _left(model: nn.Module, handles: Sequence[Handle]) -> list[Handle]:
     record = record_of(model)
     if record and record.tokens:
         raise ModelError(
-            f"this model reduces its tokens by {record.tokens.method}, and what is left has no place in the image; "
-            "call restore_tokens_(model), or give the model it was before"
+            f"this model reduces its tokens by {record.tokens.method}, and those left have no position in the image; "
+            "call restore_tokens_(model), or give the model before the reduction"
         )
     closed = {site for site, gate in gates_by_site(model).items() if not gate.is_open} if record else set()
     left = [h for h in handles if h.site not in closed and not (record and record.plan.removes(h.site))]
@@ -188,9 +188,9 @@ def _explain(model: nn.Module, handles: list[Handle], images: Tensor, targets: S
     classes = logits.argmax(1)
     for number, wanted in enumerate(targets):
         if wanted is not None and not 0 <= wanted < logits.shape[1]:
-            raise DataError(f"class {wanted} was asked for, but this model knows classes 0-{logits.shape[1] - 1}")
+            raise DataError(f"got class {wanted}, but this model has the classes 0-{logits.shape[1] - 1}")
         classes[number] = classes[number] if wanted is None else wanted
-    score = logits.gather(1, classes[:, None]).sum()  # images do not see each other
+    score = logits.gather(1, classes[:, None]).sum()  # images are independent of each other
     *gradients, at_end = torch.autograd.grad(score, [*seen.maps, seen.end], allow_unused=True, materialize_grads=True)
     with torch.no_grad():
         relevance = [weighted(a, g) for a, g in zip(seen.maps, gradients, strict=True)]
@@ -225,8 +225,8 @@ def _patches(first: Handle, grid: tuple[int, int] | None, count: int) -> tuple[i
     rows, columns = grid or (0, 0)
     if not 0 <= count - rows * columns < rows * columns:
         raise ModelError(
-            f"the {count} tokens of {first.owner} were expected to be those of the patches that a convolution makes of "
-            f"the image, and a few before them; the last convolution makes {rows} x {columns}, so no map can be drawn"
+            f"the {count} tokens of {first.owner} were expected to be the patches that a convolution makes of the "
+            f"image, and a few before them; the last convolution makes {rows} x {columns}, so no map can be drawn"
         )
     return rows, columns
 
@@ -234,7 +234,8 @@ def _patches(first: Handle, grid: tuple[int, int] | None, count: int) -> tuple[i
 def _of_rows(relevance: list[Tensor], at_end: Tensor, grid: tuple[int, int]) -> tuple[list[Tensor], Tensor, str]:
     """Return the maps of blocks that attend to all tokens, that of the whole model, and whose rows they are.
 
-    ``at_end`` (B, N, D) is the gradient of the logit by what the last of them gives: 0 for tokens that nobody reads.
+    ``at_end`` (B, N, D) is the gradient of the logit with respect to the output of the last block: 0 for tokens that
+    the head does not read.
     """
     others = at_end.shape[1] - grid[0] * grid[1]
     is_read = at_end.abs().amax(2) > 0  # (B, N); with max pooling an image's own
@@ -251,7 +252,7 @@ def _of_rows(relevance: list[Tensor], at_end: Tensor, grid: tuple[int, int]) -> 
 
 
 def _of_windows(handle: Handle, relevance: Tensor, windows: Windows, images: int) -> Tensor:
-    """Return the map (B, rows, columns) of a block that cuts windows; rows of padding do not count."""
+    """Return the map (B, rows, columns) of a block with windows; rows of padding do not count."""
     count, n = windows.places.shape
     if relevance.shape != (images * count, n, n):
         raise not_tokens(handle)
@@ -279,7 +280,7 @@ def _joined(sites: tuple[Site, ...], left: list[Handle], parts: list[_Part]) -> 
 
 
 def neighbours(found: Relevance) -> tuple[Pair, ...]:
-    """Return how alike each map is to the next one that there is; of two grids the finer is averaged to the coarser."""
+    """Return the similarity of each map to the next existing one; of two grids the finer is averaged to the coarser."""
     there = [(site.block, each) for site, each in zip(found.sites, found.maps, strict=True) if each is not None]
     pairs = []
     for (block, one), (after, other) in pairwise(there):
@@ -310,8 +311,8 @@ def _cosines(one: Tensor, other: Tensor) -> tuple[float, ...]:
     return tuple(((one * other).sum(1) / lengths).tolist())
 
 
-def likeness(pairs: Sequence[Pair], by: Literal["cosines", "ranks"]) -> dict[int, list[float]]:
-    """Return, by block, how alike each map is to those of its neighbours, their mean; a number for each image."""
+def similarity(pairs: Sequence[Pair], by: Literal["cosines", "ranks"]) -> dict[int, list[float]]:
+    """Return, by block, the mean similarity of each map to those of its neighbours, a number for each image."""
     found: dict[int, list[Sequence[float]]] = {}
     for pair in pairs:
         for block in pair.blocks:
@@ -320,9 +321,9 @@ def likeness(pairs: Sequence[Pair], by: Literal["cosines", "ranks"]) -> dict[int
 
 
 def contrast(alike: dict[int, list[float]], removed: Collection[int]) -> Contrast | None:
-    """Return how the removed blocks differ from the others in what ``likeness`` found.
+    """Return how the removed blocks differ from the kept ones in their ``similarity``.
 
-    None without either kind, and of a single pair, whose two layers are as alike to each other.
+    None if there are no removed or no kept blocks, or only a single pair, whose layers have the same similarity.
     """
     gone, kept = [b for b in alike if b in removed], [b for b in alike if b not in removed]
     means = {block: mean(values) for block, values in alike.items()}
@@ -332,12 +333,10 @@ def contrast(alike: dict[int, list[float]], removed: Collection[int]) -> Contras
         mean([alike[b][i] for b in gone]) - mean([alike[b][i] for b in kept]) for i in range(len(alike[gone[0]]))
     ]
     known = [value for value in by_image if not isnan(value)]
-    reached, error = (
-        fmean(means[b] for b in gone),
-        1.96 * stdev(known) / len(known) ** 0.5 if len(known) >= FEW else None,
-    )
+    reached = fmean(means[b] for b in gone)
+    error = 1.96 * stdev(known) / len(known) ** 0.5 if len(known) >= FEW else None
     others = [fmean(means[b] for b in choice) for choice in _choices(list(means), len(gone))]
-    as_alike = fmean(other >= reached - 1e-12 for other in others)  # the sum of the same numbers may round otherwise
+    as_alike = fmean(other >= reached - 1e-12 for other in others)  # rounding of the sums may differ
     centre = reached - fmean(means[b] for b in kept)
     low, high = (None, None) if error is None else (centre - error, centre + error)
     return Contrast(reached, reached - centre, low, high, as_alike)
@@ -352,7 +351,7 @@ def _choices(blocks: list[int], count: int) -> Iterable[Sequence[int]]:
 
 
 def mean(values: Iterable[float]) -> float:
-    """Return the mean of the values that are known; nan of none.
+    """Return the mean of the values that are not nan; nan if there are none.
 
     >>> mean([1.0, float("nan"), 2.0])
     1.5

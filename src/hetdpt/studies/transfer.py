@@ -49,7 +49,7 @@ from hetdpt.store.atomic import write_json, written
 from hetdpt.store.csv_file import write_csv
 from hetdpt.store.jobs import Finished, Guard, Task, read_result
 from hetdpt.store.run_directory import share
-from hetdpt.studies.features import Features, heads_in, take_features, with_classifier_
+from hetdpt.studies.features import Features, compute_features, heads_in, with_classifier_
 from hetdpt.studies.probe import STRENGTHS, LinearProbe, choose_strength, fit_probe
 from hetdpt.surgery.merge import merge_
 from hetdpt.surgery.record import record_of
@@ -353,7 +353,7 @@ class _TransferJob:
         )
 
     def _features(self, case: TransferCase, title: str, split: str, model: nn.Module, guard: Guard) -> Features:
-        return take_features(
+        return compute_features(
             self.folder(case) / FEATURES,
             split,
             model,
