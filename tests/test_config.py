@@ -53,7 +53,7 @@ def test_its_defaults_are_those_of_the_recipe_quick() -> None:
 
 REFUSED: list[tuple[dict[str, Any], type[HetDPTError], str]] = [
     ({"layers": None}, PlanError, "a run needs a goal; give one of --layers 8, --speedup 1.5, --macs 3G, --params 16M"),
-    ({"layers": 0}, PlanError, "layers is 0, which the dense model meets already; set more, such as --layers 8"),
+    ({"layers": 0}, PlanError, "the dense model already meets the goal layers 0; set a harder one, such as 8"),
     ({"layers": -1, "plus": True, "macs": "50%"}, PredictError, "layers is -1; expected a whole number of at least 0"),
     ({"plus": True}, PlanError, "exactly one of speedup, macs, params, got none"),
     ({"plus": True, "macs": 1e9, "speedup": 2.0}, PlanError, "got speedup and macs"),
@@ -70,7 +70,7 @@ REFUSED: list[tuple[dict[str, Any], type[HetDPTError], str]] = [
     ({"depths": (2,)}, PlanError, "depths are numbers of layers to try before width goes, but it does not"),
     ({"tokens": "tome"}, PlanError, "tokens are METHOD:R, such as tome:8, .* not 'tome'"),
     ({"tokens": "tomé:8"}, PlanError, "tomé"),
-    ({"speedup": 1.0}, PlanError, "speedup is 1, which the dense model meets already; set more, such as --speedup 1.5"),
+    ({"speedup": 1.0}, PlanError, "the dense model already meets the goal speedup 1; set a harder one, such as 1.5"),
     ({"speedup": float("inf")}, PredictError, "speedup is inf"),
     ({"macs": 0}, PredictError, "macs is 0"),
     ({"macs": "3 parsecs"}, PredictError, "^macs is '3 parsecs'; expected a number above 0, such as 3G"),

@@ -250,7 +250,7 @@ class TestPrior:
             search.tried[site] += trials
             gate.importance.data += trials * (0.1 if (site.kind, site.block) == ("attention", 0) else 1.0)
         search.before_update(1, 1)
-        assert [picked.site.block for picked in search.gone] == [first]
+        assert [picked.site.block for picked in search.removed] == [first]
 
     @pytest.mark.parametrize("batches", [1, 4])
     def test_an_update_of_several_batches_weighs_as_one(self, dense: nn.Module, batches: int) -> None:
@@ -305,18 +305,18 @@ class TestTypes:
     def test_types_are_never_compared(self, dense: nn.Module, data: Data) -> None:
         """Attention's gradients a thousand times as large change nothing; where all layers are in one list, they do."""
         plain, scaled = (run_search(dense, data, self.KINDS, scale) for scale in (1.0, 1000.0))
-        assert [picked.site for picked in plain.gone] == [picked.site for picked in scaled.gone]
+        assert [picked.site for picked in plain.removed] == [picked.site for picked in scaled.removed]
         joint, skewed = (run_search(dense, data, (None,) * 6, scale) for scale in (1.0, 1000.0))
-        assert [picked.site for picked in joint.gone] != [picked.site for picked in skewed.gone]
+        assert [picked.site for picked in joint.removed] != [picked.site for picked in skewed.removed]
 
     def test_removed_layers_stay_gone_and_are_not_run(self, dense: nn.Module, data: Data) -> None:
         search = run_search(dense, data, self.KINDS)
-        assert [picked.site.kind for picked in search.gone] == list(self.KINDS)
-        assert len({picked.site for picked in search.gone}) == 4
+        assert [picked.site.kind for picked in search.removed] == list(self.KINDS)
+        assert len({picked.site for picked in search.removed}) == 4
         for site, gate in search.gates.items():
             runs: list[Any] = []
             gate.inner.register_forward_hook(lambda *call, runs=runs: runs.append(call))
-            is_gone = site in [picked.site for picked in search.gone]
+            is_gone = site in [picked.site for picked in search.removed]
             wide = site.kind == "activation" and not is_gone  # the gate of an FFN is on its second layer
             with torch.no_grad():
                 gate(torch.ones(2, 17, 128 if wide else 32))

@@ -191,7 +191,7 @@ def test_other_images_or_weights_are_not_gone_on_with(tmp_path: Path, dense: nn.
 
 
 def test_refusals_leave_nothing_behind(tmp_path: Path, dense: nn.Module) -> None:
-    with pytest.raises(PlanError, match="7 layers are to go, but this model has 6 that can; ask for fewer"):
+    with pytest.raises(PlanError, match="the goal is 7 layers removed, but this model has 6 that can be removed"):
         shoot(tmp_path / "out", dense, OneShotConfig(layers=7))
     with pytest.raises(DataError, match="once for each layer, but came an iterator that can be read only once"):
         oneshot_into(tmp_path / "out", dense, BATCHES, iter(JUDGE), OneShotConfig(layers=1))
@@ -346,13 +346,13 @@ def test_a_kill_loses_no_choice(run: Run, home: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ((), "give either --layers (such as 4) or --speedup (such as 1.2)"),
+        ((), "expected exactly one goal, --layers 8 or --speedup 1.5; got none"),
         (
             ("--layers", 2, "--speedup", 1.5),
-            "give either --layers (such as 4) or --speedup (such as 1.2)",
+            "expected exactly one goal, --layers 8 or --speedup 1.5; got layers and speedup",
         ),
-        (("--layers", 7), "7 layers are to go, but this model has 6 that can; ask for fewer"),
-        (("--layers", 1, "--kind", "norm"), "the kind of layer is attention or activation, not 'norm'"),
+        (("--layers", 7), "the goal is 7 layers removed, but this model has 6 that can be removed"),
+        (("--layers", 1, "--kind", "norm"), "kind is 'norm'; expected attention or activation"),
         (
             ("--layers", 1, "--removal", "none"),
             "removal is one of plain, norm, authors, calibrated or a pair (attention style of skip, norm, constant, "

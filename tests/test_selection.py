@@ -14,13 +14,13 @@ from torch.nn import functional as F
 
 import hetdpt
 import hetdpt.measurement.speed
-from hetdpt.core.errors import DataError, ModelError, PlanError
+from hetdpt.core.errors import DataError, ModelError, PlanError, PredictError
 from hetdpt.core.modules import clone
 from hetdpt.core.plan import Measurement, Site
 from hetdpt.measurement.agreement import outputs_of
 from hetdpt.selection import goal as goals
 from hetdpt.selection.damage import GreedyChoice, choose
-from hetdpt.selection.goal import Goal, OneShotConfig
+from hetdpt.selection.goal import OneShotConfig, RemovalTarget
 from hetdpt.surgery.calibrate import variants_of
 from hetdpt.surgery.remove import ready, removable
 
@@ -214,27 +214,30 @@ def test_answers_that_are_not_finite_are_no_choice(model: Any, vit: Family) -> N
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        ({}, "give either --layers (such as 4) or --speedup (such as 1.2)"),
-        ({"layers": 2, "speedup": 1.2}, "give either --layers"),
-        ({"layers": 0}, "at least 1 layer goes, not 0"),
-        ({"speedup": 1.0}, "a speedup is above 1, such as 1.2, not 1"),
-        ({"speedup": float("nan")}, "a speedup is above 1, such as 1.2, not nan"),
-        ({"layers": 1, "kind": "norm"}, "the kind of layer is attention or activation, not 'norm'"),
+        ({}, "expected exactly one goal, --layers 8 or --speedup 1.5; got none"),
+        (
+            {"layers": 2, "speedup": 1.2},
+            "--layers 8 or --speedup 1.5; got layers and speedup",
+        ),
+        ({"layers": 0}, "the dense model already meets the goal layers 0; set a harder one, such as 8"),
+        ({"speedup": 1.0}, "the dense model already meets the goal speedup 1; set a harder one, such as 1.5"),
+        ({"speedup": float("nan")}, "speedup is nan; expected a number above 0, such as 1.5"),
+        ({"layers": 1, "kind": "norm"}, "kind is 'norm'; expected attention or activation"),
         ({"layers": 1, "removal": "soft"}, "removal is one of plain, norm, authors, calibrated or a pair"),
     ],
 )
 def test_contradictions_are_refused(settings: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(PlanError) as error:
+    with pytest.raises((PlanError, PredictError)) as error:
         OneShotConfig(**settings)
     assert sentence in str(error.value)
 
 
 def test_a_goal_in_layers(model: nn.Module, vit: Family) -> None:
-    goal = Goal.of(model, OneShotConfig(layers=3, kind="attention"), vit.size)
+    goal = RemovalTarget.of(model, OneShotConfig(layers=3, kind="attention"), vit.size)
     assert ({site.kind for site in goal.gains}, goal.target, goal.reached(2.0)) == ({"attention"}, 3, 2)
     assert goal.raised(3.0, 1.1, 0.0) is None
-    with pytest.raises(PlanError, match="4 layers are to go, but this model has 3 that can; ask for fewer"):
-        Goal.of(model, OneShotConfig(layers=4, kind="attention"), vit.size)
+    with pytest.raises(PlanError, match="the goal is 4 layers removed, but this model has 3 that can be removed"):
+        RemovalTarget.of(model, OneShotConfig(layers=4, kind="attention"), vit.size)
 
 
 def time_table(model: nn.Module, saved: list[float]) -> hetdpt.measurement.speed.LatencyTable:
@@ -256,20 +259,20 @@ def test_a_goal_in_speed(model: nn.Module, vit: Family, monkeypatch: pytest.Monk
         return time_table(model, [10, 20, -1, 5, 10, 5])
 
     monkeypatch.setattr(goals, "latency_table", table)
-    goal = Goal.of(model, OneShotConfig(speedup=1.25, removal="plain"), vit.size)
+    goal = RemovalTarget.of(model, OneShotConfig(speedup=1.25, removal="plain"), vit.size)
     assert asked == [(vit.size, "plain")]
     assert goal.target == pytest.approx(20)  # of 100 ms, 80 may be left
     assert goal.reached(20) == pytest.approx(1.25)
     assert goal.most == 50
-    assert Goal.from_dict(goal.to_dict()) == goal
+    assert RemovalTarget.from_dict(goal.to_dict()) == goal
     higher = goal.raised(25.0, measured=1.0 / 0.83, wanted=1.25)
     assert higher is not None
     assert higher.target == pytest.approx(28)  # 83 ms are measured, 3 too many
     assert goal.raised(25.0, measured=1.25, wanted=1.25) is None
     assert goal.raised(48.0, measured=1.2, wanted=1.25) is None  # the 2 ms that are left are too few
     with pytest.raises(PlanError) as error:
-        Goal.of(model, OneShotConfig(speedup=3), vit.size)
+        RemovalTarget.of(model, OneShotConfig(speedup=3), vit.size)
     assert str(error.value) == (
-        "a speedup of 3 is out of reach: by the times measured here (cpu, float32, batch 8), all 6 layers that may go "
-        "would give 2; ask for less"
+        "a speedup of 3 is out of reach: by the times measured here (cpu, float32, batch 8), removing all 6 layers "
+        "would give 2; set an easier goal"
     )

@@ -14,7 +14,7 @@ from numbers import Integral
 from sys import float_info
 from typing import Any, Literal
 
-from hetdpt.core.errors import PredictError
+from hetdpt.core.errors import PlanError, PredictError
 
 UNITS = {"G": 1e9, "M": 1e6, "k": 1e3}
 NUMBER = re.compile(r"(\d+\.?\d*|\.\d+)(e[+-]?\d+)?\s*([kmg%]?)", re.IGNORECASE)
@@ -293,6 +293,20 @@ class Wanted:
 
     def __str__(self) -> str:
         return " and ".join(f"{name} {GOALS[name].sign} {short(value)}" for name, value in self.conditions.items())
+
+
+def require_pruning(goals: Mapping[str, float | str]) -> None:
+    """Raise unless ``goals``, as they were written, are goals that a dense model does not meet.
+
+    >>> require_pruning({"speedup": 1})
+    Traceback (most recent call last):
+    hetdpt.core.errors.PlanError: the dense model already meets the goal speedup 1; set a harder one, such as 1.5
+    """
+    for name, value in goals.items():
+        goal, amount = GOALS[name], GOALS[name].parse(value)
+        if goal.is_met(Measures(layers=0, speedup=1.0), amount.value):
+            text = f"the dense model already meets the goal {name} {amount}; set a harder one, such as {goal.example}"
+            raise PlanError(text)
 
 
 def describe(goals: Mapping[str, float | str]) -> str:

@@ -13,7 +13,7 @@ from types import NoneType
 from typing import Any, Literal
 
 from hetdpt.core.errors import PlanError, PredictError, TrainError
-from hetdpt.core.goals import GOALS, GoalFields, Measures, Wanted
+from hetdpt.core.goals import GOALS, GoalFields, Wanted, require_pruning
 from hetdpt.core.plan import Plan
 from hetdpt.core.styles import STYLES
 from hetdpt.core.tokens import read_tokens
@@ -246,15 +246,10 @@ class RunConfig(GoalFields):
                 object.__setattr__(self, name, str(amount) if amount.is_share else amount.value)
 
     def _require_goal(self) -> None:
-        amounts = self.amounts()
-        if not amounts and self.budget is None:
+        if not self.amounts() and self.budget is None:
             examples = ", ".join(f"--{goal.name} {goal.example}" for goal in GOALS.values())
             raise PlanError(f"a run needs a goal; give one of {examples}")
-        for name, amount in amounts.items():
-            is_allowed = name == "layers" and self.plus  # width alone may meet another goal
-            if GOALS[name].is_met(Measures(layers=0, speedup=1.0), amount.value) and not is_allowed:
-                example = f"--{name} {GOALS[name].example}"
-                raise PlanError(f"{name} is {amount}, which the dense model meets already; set more, such as {example}")
+        require_pruning({name: value for name, value in self.goals.items() if GOALS[name].is_bound or not self.plus})
 
     def _require_methods(self) -> None:
         named = (self.method, *self.compare)

@@ -26,7 +26,7 @@ from hetdpt.measurement.agreement import Damage, measure_damage
 from hetdpt.measurement.costs import Costs
 from hetdpt.measurement.speed import ThroughputComparison, measure_throughput
 from hetdpt.selection.damage import GreedyChoice, choose
-from hetdpt.selection.goal import Goal, OneShotConfig
+from hetdpt.selection.goal import OneShotConfig, RemovalTarget
 from hetdpt.store.atomic import require_new
 from hetdpt.store.run_directory import Run
 from hetdpt.surgery.calibrate import calibrate_
@@ -144,7 +144,7 @@ class _OneShotJob:
 class _Chosen:
     """The layers chosen so far; each is written to the run before anyone hears of it."""
 
-    def __init__(self, run: Run, goal: Goal, choices: list[GreedyChoice], seconds: float) -> None:
+    def __init__(self, run: Run, goal: RemovalTarget, choices: list[GreedyChoice], seconds: float) -> None:
         self.run, self.goal, self.choices = run, goal, choices
         self.begun = time.monotonic() - seconds
 
@@ -155,13 +155,13 @@ class _Chosen:
         if state is None:
             begun = time.monotonic()
             try:
-                goal = Goal.of(job.model, job.config, job.size, job.stage("timing layers"))
+                goal = RemovalTarget.of(job.model, job.config, job.size, job.stage("timing layers"))
             except PlanError:  # out of reach, so nothing is begun
                 run.discard()
                 raise
             return cls(run, goal, [], time.monotonic() - begun)
         choices = [GreedyChoice.from_dict(choice) for choice in state["choices"]]
-        return cls(run, Goal.from_dict(state["goal"]), choices, state["seconds"])
+        return cls(run, RemovalTarget.from_dict(state["goal"]), choices, state["seconds"])
 
     @property
     def seconds(self) -> float:

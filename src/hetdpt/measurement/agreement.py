@@ -25,7 +25,7 @@ def outputs_of(model: nn.Module, images: Tensor) -> list[Tensor]:
 def relative_difference(one: nn.Module, other: nn.Module, input_size: tuple[int, int, int], batch: int = 4) -> float:
     """Return the largest difference of outputs over the largest output, in eval mode on random images.
 
-    NaN where an output is; infinity where the outputs have different shapes.
+    NaN if an output is; infinity if the outputs have different shapes.
     """
     images = random_images(one, input_size, batch)
     with evaluating(one, other):
@@ -37,10 +37,10 @@ def relative_difference(one: nn.Module, other: nn.Module, input_size: tuple[int,
 
 
 class Damage:
-    """How far the answers of a changed model are from those of the dense one, over a stream of images; no labels.
+    """How far the outputs of a changed model are from those of the dense one, over a stream of images; no labels.
 
-    Of a classifier it is KL(dense || changed) of the class probabilities in nats, the mean over images. Of a model
-    without classes it is the error of its features, E || f - g ||^2 / E || f ||^2.
+    For a classifier, KL(dense || changed) of the class probabilities in nats, the mean over images. For a model
+    without classes, the error of its features, E || f - g ||^2 / E || f ||^2.
 
     >>> damage = Damage(is_classifier=True)
     >>> damage.add(torch.tensor([[2.0, 0.0]]), torch.tensor([[2.0, 0.0]]))
@@ -54,14 +54,14 @@ class Damage:
 
     @classmethod
     def to(cls, model: nn.Module) -> Damage:
-        """Return the damage, none so far, to the dense ``model``."""
+        """Return a damage of 0 so far, for the dense ``model``."""
         try:
             return cls(num_classes_of(model) > 1)
         except ModelError:
             return cls(False)
 
     def add(self, dense: Tensor, changed: Tensor) -> None:
-        """Take in the answers (B, C) of both models to the same images."""
+        """Add the outputs (B, C) of both models for the same images."""
         dense, changed = dense.detach().cpu().double(), changed.detach().cpu().double()
         if self.is_classifier:
             both = changed.log_softmax(1), dense.log_softmax(1)
@@ -73,7 +73,7 @@ class Damage:
 
     @property
     def value(self) -> float:
-        """The damage so far; infinity where an answer is not finite."""
+        """The damage so far; infinity if an output is not finite."""
         return max(self.lost / self.whole, 0.0) if isfinite(self.lost) and self.whole else inf
 
 

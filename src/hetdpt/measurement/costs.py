@@ -20,7 +20,7 @@ def _fused_attention_flops(query: Any, key: Any, value: Any, *args: Any, **kwarg
     return int(sdpa_flop_count(query, key, value))
 
 
-# Fused attention on a CPU is an operator of its own, which torch's counter passes over.
+# Fused attention on a CPU is an operator of its own, which torch's counter ignores.
 FUSED_ON_CPU = {aten._scaled_dot_product_flash_attention_for_cpu: _fused_attention_flops}
 
 
@@ -30,7 +30,7 @@ def count_macs(
     """Return the multiply-accumulates of one image: linear layers, convolutions and both attention products.
 
     Without ``attention_products`` the products q k and a v are left out, as in the pruned rows of the paper's tables.
-    The model does not really run, so its device and size do not matter.
+    The model runs on the meta device, so its device and size do not matter.
 
     >>> import timm
     >>> count_macs(timm.create_model("deit_small_patch16_224"))

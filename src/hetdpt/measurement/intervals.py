@@ -1,4 +1,4 @@
-"""How sure a rate is. No torch here."""
+"""Confidence intervals of rates. No torch here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What numbers are measured on, so that nobody has to guess it from them."""
+"""The machine that numbers are measured on."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from hetdpt.core.host import processor
 
 @dataclass(frozen=True)
 class Machine:
-    """A device, and what it is called."""
+    """A device and its name."""
 
     device: str
     """cpu, cuda or mps."""
     processor: str
     threads: int
-    """That torch computes with on a CPU."""
+    """Threads of torch on a CPU."""
 
     @classmethod
     def of(cls, device: torch.device) -> Machine:
-        """Return what is known of ``device``.
+        """Return the machine that ``device`` is part of.
 
         >>> Machine.of(torch.device("cpu")).device
         'cpu'

@@ -23,19 +23,19 @@ from hetdpt.surgery.record import InputSize, Removal, survey_of
 from hetdpt.surgery.remove import ready, removable, without
 
 Progress = Callable[[int, int], None]
-"""Called with (steps done, steps in all)."""
+"""Called with (steps done, total steps)."""
 MIN_ROUNDS = 5
 
 
 @dataclass(frozen=True)
 class Rounds:
-    """How often each call runs: ``warmup`` rounds untimed, then ``runs``, or fewer once ``seconds`` are over."""
+    """How often each call runs: ``warmup`` rounds untimed, then ``runs``, or fewer after ``seconds``."""
 
     runs: int
     warmup: int
     seconds: float | None = None
     settle: bool = False
-    """Whether each call first runs once untimed: threads of another runtime spin for a while after they have worked."""
+    """Whether each call first runs once untimed: threads of another runtime keep spinning for a while after a call."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class ThroughputComparison:
 
 @dataclass(frozen=True)
 class Saving:
-    """What the removal of one site saves."""
+    """What removing one site saves."""
 
     site: Site
     saved: Measurement
@@ -56,7 +56,7 @@ class Saving:
 
 @dataclass(frozen=True)
 class LatencyTable:
-    """Time of one batch, what each site's removal saves of it, and where it goes (paper, Fig. 2b)."""
+    """Time of one batch, what removing each site saves, and the time by kind of layer (paper, Fig. 2b)."""
 
     dense: Measurement
     savings: list[Saving]
@@ -103,11 +103,11 @@ def latency_table(
     removal: Removal = "plain",
     progress: Progress | None = None,
 ) -> LatencyTable:
-    """Return what the removal of each site saves on this device, in milliseconds per batch, one site at a time.
+    """Return what removing each site saves on this device, in milliseconds per batch, one site at a time.
 
     Every variant is the real pruned and merged block on the input it gets in the model. The variants of a block take
     turns with the block itself, and a saving is the median difference within a round. Sites that ``removal`` cannot
-    remove (gated FFNs under ``plain``) are left out. A model pruned already keeps the removal it was pruned with.
+    remove (gated FFNs under ``plain``) are left out. A pruned model keeps the removal it was pruned with.
     """
     images = _images(model, input_size, batch)
     rounds = Rounds(runs, warmup)
@@ -128,7 +128,7 @@ def latency_table(
 def latency_breakdown(
     models: dict[str, nn.Module], input_size: InputSize | None = None, *, batch: int | None = None, runs: int = 20
 ) -> dict[str, dict[str, Measurement]]:
-    """Return where the time of one batch goes in each model, in milliseconds by kind of layer; they take turns."""
+    """Return the time of one batch by kind of layer in each model, in milliseconds; the models take turns."""
     images = _images(next(iter(models.values())), input_size, batch)
     kinds = {name: _kinds(model) for name, model in models.items()}
     with evaluating(*models.values()):
@@ -149,7 +149,7 @@ def _savings(
 
 
 def _owners(model: nn.Module) -> dict[str, list[Site]]:
-    """Return the sites that the model's removal style can remove, by the module that holds their residual branch."""
+    """Return the sites that the model's removal style can remove, by the module that contains their branch."""
     can_go, owners = removable(model), dict[str, list[Site]]()
     for handle in survey_of(model).handles:
         if handle.site in can_go:
@@ -181,7 +181,7 @@ def _images(model: nn.Module, input_size: InputSize | None, batch: int | None) -
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until ``device`` has done what it was given."""
+    """Wait until ``device`` has finished."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     elif device.type == "mps":
@@ -192,7 +192,7 @@ def synchronize(device: torch.device) -> None:
 def _interleave(
     calls: Mapping[str, Callable[[], object]], device: torch.device, rounds: Rounds, progress: Progress | None = None
 ) -> dict[str, np.ndarray]:
-    """Return the times in seconds of each round, in which every call runs once; the order turns from round to round."""
+    """Return the seconds of each call in each round; every call runs once per round, in an order that rotates."""
     names = list(calls)
     times: list[dict[str, float]] = []
     deadline = float("inf")
@@ -236,7 +236,7 @@ def _ratio(ratios: np.ndarray, draws: int = 1000) -> Ratio:
 
 
 def _kinds(model: nn.Module) -> dict[str, str]:
-    """Return the kind of layer for the modules whose time the breakdown tells apart."""
+    """Return the kind of layer of the modules that the breakdown distinguishes, by path."""
     kinds: dict[str, str] = {}
     found = survey_of(model)
     for handle in found.handles:
@@ -256,7 +256,7 @@ def _kinds(model: nn.Module) -> dict[str, str]:
 def _breakdown(
     models: dict[str, nn.Module], kinds: dict[str, dict[str, str]], images: Tensor, runs: int
 ) -> dict[str, dict[str, Measurement]]:
-    """Return the time of one batch by kind of layer, for models that take turns; what no kind claims is ``other``."""
+    """Return the time of one batch by kind of layer, for models that take turns; the rest is ``other``."""
     rows: dict[str, list[dict[str, float]]] = {name: [] for name in models}
     for name, model in [pair for _ in range(runs) for pair in models.items()]:
         spent = dict.fromkeys(kinds[name].values(), 0.0)

@@ -1,1 +1,1 @@
-"""From a budget to a plan: which layers go. No loop of its own, and no files."""
+"""From a budget to a plan: which layers to remove. It has no training loop of its own and writes no files."""

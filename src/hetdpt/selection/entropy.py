@@ -1,8 +1,8 @@
-"""Transfer entropy: what a layer adds to the spread of a model's answers, found without labels and without training.
+"""Transfer entropy: what a layer adds to the spread of a model's outputs, measured without labels and training.
 
 H(F) = sum_j log sigma_j(F) over the channels j of a probe F, and TE(S) = |H(dense) - H(S removed)| (NOSE, CVPR 2024,
-which the paper takes it from). ``variants`` runs the model without each of its layers, only from that layer on.
-Nothing is trained, chosen for good or written here.
+from which the paper takes it). ``prefix_cache`` runs the model without each of its layers, only from that layer on.
+Nothing is trained or written here.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from hetdpt.surgery.record import Removal
 from hetdpt.surgery.remove import ready_for, removable
 
 Progress = Callable[[int, int], None]
-"""Called with (steps done, steps in all)."""
+"""Called with (steps done, total steps)."""
 PURPOSE = "transfer entropy"
 
 
@@ -40,17 +40,16 @@ def transfer_entropy(
 ) -> dict[Site, float]:
     """Return TE of each site by itself, in order of execution: TE = |H(dense) - H(site removed)|, in nats.
 
-    ``batches`` are images (B, C, H, W), prepared as the model wants them; they are iterated once, and once more before
-    where ``removal`` is fitted on them (``calibrated``). ``sites`` default to all that ``removal`` can remove; a model
-    pruned already keeps the removal it was pruned with. The probe ``logits``
-    is what the model answers (where it has no head, the first tensor of the answer, each of its numbers a channel);
-    ``feature`` is what goes into the linear layers that make the logits, side by side where there are two heads.
-    ``signed`` leaves H(dense) - H(site removed) as it is. A removal after which answers are not finite has TE
-    infinity.
+    ``batches`` are images (B, C, H, W), preprocessed as the model expects; they are iterated once, and once more before
+    if ``removal`` is fitted on them (``calibrated``). ``sites`` default to all that ``removal`` can remove; a pruned
+    model keeps the removal it was pruned with. The probe ``logits`` is the output of the model (without a head, its
+    first tensor, each number a channel); ``feature`` is the input of the linear layers that compute the logits, joined
+    where there are two heads. ``signed`` returns H(dense) - H(site removed). TE is infinity if outputs are not finite
+    without the site.
 
-    ``memory`` (bytes) bounds what is kept of one batch to be recalled; with less of it more is computed again, with 0
-    everything. The values do not depend on it. ``progress`` is called with (forward passes done, in all); in all is 0
-    where ``batches`` do not say how many they are.
+    ``memory`` (bytes) bounds what is cached of one batch; with less of it more is computed again, with 0 everything.
+    The values do not depend on it. ``progress`` is called with (forward passes done, total); the total is 0 if
+    ``batches`` have no length.
 
     >>> import timm
     >>> model = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=2, num_classes=10)
@@ -83,12 +82,12 @@ def greedy_order(
     memory: int = MEMORY,
     progress: Progress | None = None,
 ) -> dict[Site, float]:
-    """Return sites in the order in which to remove them, each with the TE of it and all before it.
+    """Return sites in the order of removal, each with the TE of removing it and all before it.
 
-    Every step takes the site s with the least TE(S + s), S being what went before; on a tie the one that runs first.
-    TE is relative to ``model`` as given. ``kinds`` says of which kind each site is, None for any. ``batches`` are
-    iterated for each site and should give the same images each time. ``progress`` is called with (sites chosen, in
-    all); for the rest see ``transfer_entropy``.
+    Every step removes the site s with the least TE(S + s), S being those removed before; on a tie, the one that runs
+    first. TE is relative to ``model`` as given. ``kinds`` are the kinds of the sites in order, None for any.
+    ``batches`` are iterated for each site and should yield the same images each time. ``progress`` is called with
+    (sites chosen, total); for the rest see ``transfer_entropy``.
     """
     require_more_than_once(batches, "once for each site")
     images = Peeked(batches, model, PURPOSE)
@@ -114,20 +113,20 @@ def greedy_order(
 
 
 def require_offered(sites: Iterable[Site], kinds: Sequence[Kind | None]) -> None:
-    """Raise ``PlanError`` unless ``sites`` has as many of each kind as ``kinds`` asks for."""
+    """Raise ``PlanError`` unless ``sites`` has as many of each kind as ``kinds``."""
     offered = [site.kind for site in sites]
     for kind in (*KINDS, None):
-        asked, left = kinds.count(kind), offered.count(kind) if kind else len(offered)
-        if asked > left:
-            what = f"{kind} sites" if kind else "sites"
-            raise PlanError(f"asked for {asked} {what}, but this model has {left} to be removed; ask for fewer")
+        wanted, left = kinds.count(kind), offered.count(kind) if kind else len(offered)
+        if wanted > left:
+            what = f"{kind} layers" if kind else "layers"
+            raise PlanError(f"cannot remove {wanted} {what}: this model has {left} that can be removed")
 
 
 class Spread:
     """The variance of each channel over a stream of samples, in float64, whatever the sizes of the batches.
 
-    Batches are merged as Chan, Golub and LeVeque (1983) do. Values count from the first sample, so that a channel that
-    never changes has variance 0 exactly. Memory does not grow with the number of samples.
+    Batches are merged as in Chan, Golub and LeVeque (1983). Values are taken relative to the first sample, so that a
+    channel that never changes has a variance of exactly 0. Memory does not grow with the number of samples.
 
     >>> spread = Spread()
     >>> spread.add(torch.tensor([[1.0, 5.0], [3.0, 5.0]]))
@@ -141,7 +140,7 @@ class Spread:
         self.origin = self.mean = self.squares = torch.zeros(0)
 
     def add(self, values: Tensor) -> None:
-        """Take in ``values`` (B, C)."""
+        """Add ``values`` (B, C)."""
         values = values.detach().cpu().double()  # float64 on the CPU: some devices have none
         if not self.count:
             self.origin = values[0].clone()
@@ -185,18 +184,18 @@ def _entropies(
 
 
 def entropy_of_dense(spread: Spread) -> float:
-    """Return H of what a dense model answers; ``DataError`` or ``ModelError`` where it has none to compare with."""
+    """Return H of the outputs of a dense model; ``DataError`` or ``ModelError`` if it cannot be compared with."""
     if spread.count < 2:
-        raise DataError("transfer entropy is a spread over images, but there is one image only; give two or more")
+        raise DataError("transfer entropy is a spread over images, but got only one image; give two or more")
     if not spread.squares.any():
-        raise DataError(f"the model answers the same to all {spread.count} images; give images that differ")
+        raise DataError(f"the model has the same output for all {spread.count} images; give images that differ")
     if not isfinite(spread.entropy):
-        raise ModelError("the model answers with values that are not finite; check its weights, or use float32")
+        raise ModelError("the model's outputs are not finite; check its weights, or use float32")
     return spread.entropy
 
 
 def transfer(dense: float, entropy: float, signed: bool = False) -> float:
-    """Return TE = |H(dense) - H(removed)|, infinity where answers are not finite; ``signed`` without the bars."""
+    """Return TE = |H(dense) - H(removed)|, infinity if outputs are not finite; ``signed`` without the absolute value."""
     if not isfinite(entropy):
         return inf
     return dense - entropy if signed else abs(dense - entropy)

@@ -1,4 +1,4 @@
-"""What a one-shot removal is to reach, in layers or in speed, and how much nearer each site brings it."""
+"""The goal of a one-shot removal, in layers or in speed, and how much each site contributes to it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from hetdpt.core.errors import PlanError
+from hetdpt.core.goals import GOALS, require_pruning
 from hetdpt.core.modules import clone
 from hetdpt.core.plan import KINDS, Kind, Plan, Site
 from hetdpt.measurement.speed import latency_table
@@ -17,80 +18,82 @@ from hetdpt.surgery.record import InputSize, Removal
 from hetdpt.surgery.remove import place_, removable
 
 Progress = Callable[[int, int], None]
-"""Called with (steps done, steps in all)."""
+"""Called with (steps done, total steps)."""
+ONESHOT_GOALS = ("layers", "speedup")
 
 
 @dataclass(frozen=True, kw_only=True)
 class OneShotConfig:
-    """What is to be removed in one shot, and how.
+    """How much to remove in one shot, and how.
 
     >>> OneShotConfig(layers=4, speedup=1.2)
     Traceback (most recent call last):
-    hetdpt.core.errors.PlanError: give either --layers (such as 4) or --speedup (such as 1.2)
+    hetdpt.core.errors.PlanError: expected exactly one goal, --layers 8 or --speedup 1.5; got layers and speedup
     """
 
     layers: int | None = None
-    """How many layers go."""
+    """Goal: remove this many layers."""
     speedup: float | None = None
-    """How many times faster the model is to be on this device."""
+    """Goal: at least this many times faster on this device."""
     kind: Kind | None = None
-    """The only kind of layer that may go; None for both."""
+    """The only kind of layer to remove; both by default."""
     removal: Removal = "calibrated"
     """What removed layers leave behind: a name from ``styles.PRESETS`` or (attention style, activation style)."""
 
     def __post_init__(self) -> None:
-        if (self.layers is None) == (self.speedup is None):
-            raise PlanError("give either --layers (such as 4) or --speedup (such as 1.2)")
-        if self.layers is not None and self.layers < 1:
-            raise PlanError(f"at least 1 layer goes, not {self.layers}")
-        if self.speedup is not None and not 1 < self.speedup < inf:
-            raise PlanError(f"a speedup is above 1, such as 1.2, not {self.speedup:g}")
+        given = {name: value for name in ONESHOT_GOALS if (value := getattr(self, name)) is not None}
+        if len(given) != 1:
+            examples = " or ".join(f"--{name} {GOALS[name].example}" for name in ONESHOT_GOALS)
+            raise PlanError(f"expected exactly one goal, {examples}; got {' and '.join(given) or 'none'}")
+        require_pruning(given)
         if self.kind not in (None, *KINDS):
-            raise PlanError(f"the kind of layer is {' or '.join(KINDS)}, not {self.kind!r}")
-        Plan(removal=self.removal)  # refuses what is none
+            raise PlanError(f"kind is {self.kind!r}; expected {' or '.join(KINDS)}")
+        Plan(removal=self.removal)  # refuses an unknown one
 
     @property
     def is_fitted(self) -> bool:
-        """Whether replacements are fitted on images, for one kind of layer at least."""
+        """Whether replacements are fitted on images, for at least one kind of layer."""
         return Plan(removal=self.removal).is_any_fitted
 
 
 @dataclass(frozen=True)
-class Goal:
-    """How much is to be gained in all, and what each site gains: 1 layer, or milliseconds of a batch."""
+class RemovalTarget:
+    """How much to gain in total, and what removing each site gains: 1 layer, or milliseconds of a batch."""
 
     gains: Mapping[Site, float]
     target: float
     dense: float | None = None
-    """Milliseconds that a batch takes with nothing removed; None where layers are counted."""
+    """Milliseconds of a batch of the dense model; None if layers are counted."""
 
     @classmethod
-    def of(cls, model: nn.Module, config: OneShotConfig, size: InputSize, progress: Progress | None = None) -> Goal:
-        """Return the goal that ``config`` sets; where that is a speedup, each site is timed on this device."""
-        known = place_(clone(model).eval(), Plan(removal=config.removal), size)  # one pruned otherwise is refused
+    def of(
+        cls, model: nn.Module, config: OneShotConfig, size: InputSize, progress: Progress | None = None
+    ) -> RemovalTarget:
+        """Return the target that ``config`` sets; for a speedup, each site is timed on this device."""
+        known = place_(clone(model).eval(), Plan(removal=config.removal), size)  # refuses one pruned in another style
         if config.layers is not None:
-            offered = [site for site in removable(known) if _may_go(site, config)]
+            offered = [site for site in removable(known) if config.kind in (None, site.kind)]
             if len(offered) < config.layers:
                 raise PlanError(
-                    f"{config.layers} layers are to go, but this model has {len(offered)} that can; ask for fewer"
+                    f"the goal is {config.layers} layers removed, but this model has {len(offered)} that can be removed"
                 )
             return cls(dict.fromkeys(offered, 1.0), float(config.layers))
         assert config.speedup is not None
         table = latency_table(known, size, removal=config.removal, progress=progress)
-        gains = {saving.site: saving.saved.value for saving in table.savings if _may_go(saving.site, config)}
+        gains = {one.site: one.saved.value for one in table.savings if config.kind in (None, one.site.kind)}
         dense = table.dense
-        goal = cls(gains, dense.value * (1 - 1 / config.speedup), dense.value)
-        if goal.most < goal.target:
+        found = cls(gains, dense.value * (1 - 1 / config.speedup), dense.value)
+        if found.most < found.target:
             raise PlanError(
                 f"a speedup of {config.speedup:g} is out of reach: by the times measured here ({dense.device}, "
-                f"{dense.dtype}, batch {dense.batch}), all {len(gains)} layers that may go would give "
-                f"{goal.reached(goal.most):.3g}; ask for less"
+                f"{dense.dtype}, batch {dense.batch}), removing all {len(gains)} layers would give "
+                f"{found.reached(found.most):.3g}; set an easier goal"
             )
-        return goal
+        return found
 
     @classmethod
-    def from_dict(cls, values: Any) -> Goal:
-        """Return the goal that ``to_dict`` made ``values`` of."""
+    def from_dict(cls, values: Any) -> RemovalTarget:
+        """Return the target that ``to_dict`` wrote as ``values``."""
         return cls({Site(**site): gain for site, gain in values["gains"]}, values["target"], values["dense"])
 
     def to_dict(self) -> dict[str, Any]:
@@ -100,25 +103,21 @@ class Goal:
 
     @property
     def most(self) -> float:
-        """What all sites gain together."""
+        """What removing all sites gains."""
         return sum(gain for gain in self.gains.values() if gain > 0)
 
     def reached(self, gained: float) -> float:
-        """Return what ``gained`` amounts to: layers, or a speedup."""
+        """Return the layers or the speedup that ``gained`` amounts to."""
         if self.dense is None:
             return gained
         return self.dense / (self.dense - gained) if gained < self.dense else inf
 
-    def raised(self, gained: float, measured: float, wanted: float) -> Goal | None:
-        """Return the goal with the time that is missing added, where ``measured`` is below the speedup ``wanted``.
+    def raised(self, gained: float, measured: float, wanted: float) -> RemovalTarget | None:
+        """Return the target with the missing time added if the ``measured`` speedup is below the ``wanted`` one.
 
-        None where the speedup is reached, or where the sites that are left do not have that time.
+        None if the speedup is reached, or if the remaining sites cannot save that time.
         """
         if self.dense is None or measured >= wanted:
             return None
         target = gained + self.dense / measured - self.dense / wanted
         return replace(self, target=target) if target <= self.most else None
-
-
-def _may_go(site: Site, config: OneShotConfig) -> bool:
-    return config.kind in (None, site.kind)

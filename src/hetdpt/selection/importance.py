@@ -1,15 +1,15 @@
-"""The importance search (paper, stage 1 step 2): importances learned with the weights decide which layers go.
+"""The importance search (paper, stage 1 step 2): importances learned with the weights decide which layers to remove.
 
-Every candidate has a gate. Its importance starts at 0, or at what is known before, and follows the gradient of the
-mask, straight through (paper, Eq. 6): importance -= d loss / d m, which is what the layer is worth to the loss as far
-as one gradient tells. A schedule takes layers away one at a time, each the least important of its own kind, never back.
+Every candidate has a gate. Its importance starts at 0, or at a prior, and follows the gradient of the mask, straight
+through (paper, Eq. 6): importance -= d loss / d m, the layer's value for the loss as far as one gradient shows it. A
+schedule removes layers one at a time, each the least important of its kind; a removed layer never returns.
 
-The gradient at m = 1 tells what a little less of a layer would cost, not what its removal would; where the weights are
-at a minimum of the loss it is 0, since a layer's size is one of the weights. So, unless asked not to, the search tries:
-for every image one candidate is closed for once, all in turn, and the gradient at m = 0 counts, that at m = 1 does not.
-Where the loss is quadratic in m and least at m = 1, half of it is loss(m = 0) - loss(m = 1). A search of few images
-tries each candidate on a handful. So it may be told beforehand what removing each would cost, measured on some images,
-and counts that as trials on as many: it decides a short search, and fades in a long one.
+The gradient at m = 1 shows the cost of scaling a layer down a little, not of removing it; at a minimum of the loss it
+is 0, since the scale of a layer is part of the weights. So, with ``explores``, the search tries removals: for every
+image one candidate is closed, all in turn, and the gradient at m = 0 counts, that at m = 1 does not. Where the loss is
+quadratic in m with its minimum at m = 1, half of it is loss(m = 0) - loss(m = 1). A search on few images tries each
+candidate only a few times. A prior, the measured damage of removing each candidate on some images, counts as trials on
+as many images: it decides a short search, and fades in a long one.
 """
 
 from __future__ import annotations
@@ -32,29 +32,28 @@ from hetdpt.training.trainer import State
 
 @dataclass(frozen=True)
 class Picked:
-    """A layer that goes."""
+    """A layer to remove."""
 
     site: Site
     score: float
-    """By which it was chosen: the lower the sooner, comparable within one method and kind."""
+    """The lowest is removed first; comparable within one method and kind."""
 
 
 @dataclass(frozen=True)
 class Prior:
-    """What removing each candidate alone would do, measured before the search."""
+    """The damage of removing each candidate alone, measured before the search."""
 
     damages: Mapping[Site, float]
-    """Of each image, in the mean: KL divergence in nats, as the loss of a search that learns from the dense model."""
+    """Mean over images of the KL divergence in nats, the loss of a search that is distilled from the dense model."""
     updates: float
-    """Those of the search that have as many images: each candidate counts as tried on all of them."""
+    """How many updates of the search have as many images; each candidate counts as tried on all of them."""
 
 
 class ImportanceSearch:
     """A companion of the training loop that learns importances and closes gates.
 
-    ``kinds`` says of which kind each layer is that goes, None for any. ``prior`` is what is known before. An update has
-    ``accumulate`` batches. ``refit`` is called after each removal: the replacements of those that are left are of a
-    model that has changed.
+    ``kinds`` are the kinds of the layers to remove in order, None for any. An update has ``accumulate`` batches.
+    ``refit`` is called after each removal, since the other replacements were fitted on a model that has changed.
     """
 
     def __init__(
@@ -71,9 +70,9 @@ class ImportanceSearch:
     ) -> None:
         self.gates, self.kinds, self.explores, self.seed = gates_by_site(model), kinds, explores, seed
         self.accumulate, self.refit, self.watch = accumulate, refit, watch
-        self.gone: list[Picked] = []
+        self.removed: list[Picked] = []
         self.tried = dict.fromkeys(self.gates, 0.0)
-        """Updates for whose images a candidate was closed, in parts."""
+        """For how many updates' images each candidate was closed; fractions count."""
         self._draws = (0, 0)  # updates done, and batches of the next one seen
         if prior:
             self._begin_with(prior)
@@ -86,25 +85,25 @@ class ImportanceSearch:
 
     @property
     def importances(self) -> dict[Site, float]:
-        """Of the candidates that are left; where they are tried, in proportion to the images they were tried on."""
+        """Importances of the remaining candidates; with ``explores``, per update they were tried on."""
         left = {site: gate.importance.item() for site, gate in self.gates.items() if gate.is_open}
         if not self.explores:
             return left
         return {site: value / self.tried[site] if self.tried[site] else inf for site, value in left.items()}
 
     def before_update(self, update: int, updates: int) -> None:
-        """Take the layers that are due."""
+        """Remove the layers that are due."""
         if updates < len(self.kinds):
             raise PlanError(
-                f"the search has {updates} updates to choose {len(self.kinds)} layers in; give it more images or "
-                "epochs, or smaller batches"
+                f"the search has {updates} updates, but needs one for each of the {len(self.kinds)} layers to remove; "
+                "use more images or epochs, or smaller batches"
             )
-        while len(self.gone) < due(update, updates, len(self.kinds)):
-            self._remove(self.kinds[len(self.gone)])
+        while len(self.removed) < due(update, updates, len(self.kinds)):
+            self._remove(self.kinds[len(self.removed)])
         self._draws = (update, 0)
 
     def _begin_with(self, prior: Prior) -> None:
-        """Let importances be what trials would have made them."""
+        """Set importances to what trials would have made them."""
         for site, gate in self.gates.items():
             self.tried[site] = prior.updates
             gate.importance.data.fill_(2 * prior.damages[site] * prior.updates)
@@ -113,17 +112,17 @@ class ImportanceSearch:
         importances = {site: value for site, value in self.importances.items() if kind in (None, site.kind)}
         site = min(importances, key=importances.__getitem__)  # on a tie the one that runs first
         self.gates[site].is_open = False
-        self.gone.append(Picked(site, importances[site]))
-        if self.refit is not None and len(self.gone) < len(self.kinds):
+        self.removed.append(Picked(site, importances[site]))
+        if self.refit is not None and len(self.removed) < len(self.kinds):
             self.refit()
         if self.watch is not None:
-            self.watch(self.gone[-1])
+            self.watch(self.removed[-1])
 
     def _try(self, model: nn.Module, args: tuple[Any, ...]) -> None:
-        """Close one candidate for each image of a batch, of the kinds that are still to lose some, all in turn."""
+        """Close one candidate for each image of a batch, all in turn, of the kinds that still lose layers."""
         if not model.training:
             return
-        images, to_go = len(args[0]), self.kinds[len(self.gone) :]
+        images, to_go = len(args[0]), self.kinds[len(self.removed) :]
         left = [site for site, gate in self.gates.items() if gate.is_open and (site.kind in to_go or None in to_go)]
         order = np.random.default_rng((self.seed, *self._draws)).permutation(len(left))
         turns = torch.arange(images) % max(len(left), 1)
@@ -136,14 +135,14 @@ class ImportanceSearch:
 
     def state(self) -> State:
         places = {site: number for number, site in enumerate(self.gates)}
-        gone = [[places[picked.site], picked.score] for picked in self.gone]
-        return {"gone": gone, "tried": list(self.tried.values())}
+        removed = [[places[picked.site], picked.score] for picked in self.removed]
+        return {"removed": removed, "tried": list(self.tried.values())}
 
     def restore(self, state: State) -> None:
         sites = list(self.gates)
-        self.gone = [Picked(sites[number], score) for number, score in state["gone"]]
+        self.removed = [Picked(sites[number], score) for number, score in state["removed"]]
         self.tried = dict(zip(sites, state["tried"], strict=True))
-        for picked in self.gone:
+        for picked in self.removed:
             self.gates[picked.site].is_open = False
             if self.watch is not None:
                 self.watch(picked)

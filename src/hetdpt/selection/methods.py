@@ -1,4 +1,4 @@
-"""METHODS: every way to choose layers, a row each. Data only; ``select`` does what they say. No torch here."""
+"""METHODS: every way to choose layers, a row each. Data only; ``select`` runs them. No torch here."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ DEPTHSHRINKER = "DepthShrinker, ICML 2022"
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """One way to choose the layers that go."""
+    """One way to choose the layers to remove."""
 
     name: str
     split: SplitBy
     """How the budget is split between the kinds. ``map``: by the accuracy predictor, or as the user says. ``joint``:
-    not at all, all layers are ranked in one list. ``attention`` or ``activation``: that kind pays for all."""
+    all layers are ranked in one list. ``attention`` or ``activation``: only that kind is removed."""
     score: Score
     """How layers are ranked: by learned importance, transfer entropy, damage after calibration, or at random."""
     paper: str
-    """Where it comes from."""
+    """Its source."""
     about: str
-    """In a sentence."""
+    """One sentence."""
 
     @property
     def only(self) -> Kind | None:
-        """The one kind that goes, if there is but one."""
+        """The only kind that is removed; None for both."""
         return self.split if self.split in ("attention", "activation") else None
 
     @property
     def is_nested(self) -> bool:
-        """Whether fewer layers are the first of those that go where more do: one after another, from one list."""
+        """Whether a smaller budget removes a subset of the layers of a larger one: they are taken from one list."""
         return self.split != "map" and self.score != "importance"
 
 
@@ -49,70 +49,70 @@ _ROWS = (
         split="map",
         score="importance",
         paper=HETDPT,
-        about="MAP splits the budget; inside each kind, importances learned with the weights choose the layers.",
+        about="MAP splits the budget; within each kind, importances learned with the weights choose the layers.",
     ),
     Method(
         name="map+te",
         split="map",
         score="te",
         paper=f"{HETDPT}, ablation without step 2",
-        about="MAP splits the budget; inside each kind, the least transfer entropy goes first.",
+        about="MAP splits the budget; within each kind, the least transfer entropy is removed first.",
     ),
     Method(
         name="map+greedy",
         split="map",
         score="damage",
         paper="none: ours",
-        about="MAP splits the budget; inside each kind, the least damage after calibration goes first.",
+        about="MAP splits the budget; within each kind, the least damage after calibration is removed first.",
     ),
     Method(
         name="te-static",
         split="joint",
         score="te",
         paper=f"{HETDPT}, ablation with transfer entropy alone",
-        about="The least transfer entropy goes first, whichever kind it is of.",
+        about="The least transfer entropy is removed first, whatever its kind.",
     ),
     Method(
         name="importance-only",
         split="joint",
         score="importance",
         paper=f"{HETDPT}, ablation with step 2 alone; in the style of {DEPTHSHRINKER}",
-        about="The least learned importance goes first, whichever kind it is of.",
+        about="The least learned importance is removed first, whatever its kind.",
     ),
     Method(
         name="attention-only",
         split="attention",
         score="te",
         paper=NOSE,
-        about="Attention layers alone go, the least transfer entropy first.",
+        about="Only attention layers are removed, the least transfer entropy first.",
     ),
     Method(
         name="activation-only",
         split="activation",
         score="te",
         paper=f"{NOSE}, applied to activations as in HetDPT, Fig. 7",
-        about="Activations alone go, the least transfer entropy first.",
+        about="Only activations are removed, the least transfer entropy first.",
     ),
     Method(
         name="random",
         split="joint",
         score="random",
-        paper="none: what any method has to beat",
-        about="Any layers, drawn by the seed.",
+        paper="none: the baseline",
+        about="Random layers, drawn with the seed.",
     ),
     Method(
         name="calibrated-greedy",
         split="joint",
         score="damage",
         paper="none: ours",
-        about="One after another, the layer whose replacement by a fitted one changes the answers least.",
+        about="One after another, the layer whose fitted replacement changes the outputs least.",
     ),
 )
 METHODS: dict[str, Method] = {row.name: row for row in _ROWS}
 
 
 def method_called(name: str) -> Method:
-    """Return the row of that name.
+    """Return the method called ``name``.
 
     >>> method_called("map+te").score
     'te'

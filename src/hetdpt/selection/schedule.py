@@ -1,4 +1,4 @@
-"""When which kind of layer goes in a search: pure functions of the budget and of progress. No torch here."""
+"""When a search removes a layer of which kind: pure functions of the budget and of progress. No torch here."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ FIRST_STAGE, GROWTH = 3, 2  # epochs at the paper's scale: stages of 3, 5, 7, ..
 
 
 def removal_order(budget: Budget) -> tuple[Kind, ...]:
-    """Return the kind of each layer in the order in which they go: in turn, the larger part of the budget first.
+    """Return the kinds of the layers in the order of removal: in turn, beginning with the larger part of the budget.
 
-    On a tie the activation goes first (the release's order). What is left of the larger part goes at the end.
+    On a tie the activation is first (the order of the paper's release). The rest of the larger part is at the end.
 
     >>> removal_order(Budget(attention=1, activation=3))
     ('activation', 'attention', 'activation', 'activation')
@@ -24,7 +24,7 @@ def removal_order(budget: Budget) -> tuple[Kind, ...]:
 
 
 def stage_ends(count: int) -> tuple[int, ...]:
-    """Return the epochs, at the paper's scale, after which each of ``count`` layers goes; stages grow.
+    """Return the epochs, at the paper's scale, after which each of ``count`` layers is removed; stages grow.
 
     >>> stage_ends(4)
     (3, 8, 15, 24)
@@ -33,9 +33,9 @@ def stage_ends(count: int) -> tuple[int, ...]:
 
 
 def due(update: int, updates: int, count: int) -> int:
-    """Return how many of ``count`` layers are gone after ``update`` of ``updates`` updates, the last one at the end.
+    """Return how many of ``count`` layers are removed after ``update`` of ``updates`` updates, the last one at the end.
 
-    The search may be of any length: the stages of the paper's scale are stretched to it.
+    The search may have any length: the stages of the paper's scale are stretched to it.
 
     >>> [due(update, 24, 4) for update in (0, 2, 3, 8, 15, 23, 24)]
     [0, 0, 1, 2, 3, 3, 4]

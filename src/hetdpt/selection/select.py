@@ -37,13 +37,13 @@ from hetdpt.training.recover import RecoverConfig, recover
 from hetdpt.training.trainer import Keeper, Progress
 
 StageProgress = Callable[[str, int, int], None]
-"""Called with what is being done and (steps done, in all)."""
+"""Called with what is being done and (steps done, total)."""
 PURPOSE = "choosing layers"
-POOL = 2  # candidates for each layer that goes
+POOL = 2  # candidates for each layer to remove
 
 
 def usual_search() -> RecoverConfig:
-    """Return how weights train in a search that is short: gently, on light views, towards the dense model's answers."""
+    """Return how weights train in a short search: with a low learning rate, light augmentation and distillation."""
     training = TrainConfig(
         epochs=2,
         batch_size=32,
@@ -57,7 +57,7 @@ def usual_search() -> RecoverConfig:
         smoothing=0.0,
         ema_decay=0.0,
     )
-    # without auto_augment timm would turn to colour jitter
+    # without auto_augment timm would use colour jitter
     augmentation = Augmentation(auto_augment=None, color_jitter=0.0, erasing=0.0, scale=(0.5, 1.0), repeats=1)
     distillation = Distillation(kind="soft", alpha=0.9, temperature=1.0)
     return RecoverConfig(training=training, augmentation=augmentation, distillation=distillation, drop_path=0.0)
@@ -68,37 +68,37 @@ class SelectConfig:
     """How layers are chosen."""
 
     search: RecoverConfig = field(default_factory=usual_search)
-    """How weights train while importances are learned; its seed is that of the whole selection."""
+    """How weights train while importances are learned; its seed is the seed of the whole selection."""
     removal: Removal = "calibrated"
     """What removed layers leave behind: a name from ``styles.PRESETS`` or (attention style, activation style). In a
     search it is also what gates have on their other side; ``plain`` is the paper's."""
     images: int = 256
     """Training images on which replacements are fitted and transfer entropy and damage are measured."""
     candidates: Literal["all", "te"] = "all"
-    """Which layers are searched: all, or, as in the paper, of each kind twice as many as go, those of the least
-    transfer entropy."""
+    """Which layers are searched: all, or, as in the paper, of each kind twice as many as are removed, those of the
+    least transfer entropy."""
     explores: bool = True
-    """Whether the search tries candidates closed, and begins with what a scan says of each (``importance``); the
+    """Whether the search tries removing candidates, and starts from their measured damage (``importance``); the
     paper's does not."""
 
     def __post_init__(self) -> None:
         if self.images < 2:
-            raise PlanError(f"layers are chosen by comparing images; 2 or more are needed, not {self.images}")
+            raise PlanError(f"images is {self.images}; choosing layers needs at least 2")
         if self.candidates not in ("te", "all"):
-            raise PlanError(f"candidates are 'all' or 'te', not {self.candidates!r}")
-        Plan(removal=self.removal)  # refuses what is none
+            raise PlanError(f"candidates is {self.candidates!r}; expected 'all' or 'te'")
+        Plan(removal=self.removal)  # refuses an unknown one
 
 
 @dataclass(frozen=True)
 class _Task:
-    """What one selection was given."""
+    """The arguments of one selection."""
 
     model: nn.Module
     data: Data
     kinds: tuple[Kind | None, ...]
-    """Of each layer that goes, in order; None for any."""
+    """Of each layer to remove, in order; None for any."""
     offered: list[Site]
-    """That can go."""
+    """The layers that can be removed."""
     config: SelectConfig
     images: ImageBatches
     device: str | None
@@ -126,9 +126,9 @@ def select(
 ) -> Plan:
     """Return a plan that removes ``budget`` layers of ``model``, chosen by a row of ``METHODS``.
 
-    The training images of ``data`` decide, with their labels where importances are learned. A method that splits the
-    budget takes a ``Budget``; to the others only the number of layers counts. ``keeper`` keeps states of a search to
-    resume from; ``watch`` is told of each layer, in the order in which they go.
+    Layers are chosen on the training images of ``data``, with their labels if importances are learned. A method that
+    splits the budget needs a ``Budget``; the others use only the number of layers. ``keeper`` keeps states of a search
+    to resume from; ``watch`` is called with each layer, in the order of removal.
 
     >>> import hetdpt, timm
     >>> model = timm.create_model("vit_tiny_patch16_224", img_size=16, patch_size=4, depth=3, num_classes=10)
@@ -142,7 +142,7 @@ def select(
     images = _images(model, opened, config, workers)
     first = next(checked(images, model, PURPOSE))
     place_(clone(model).eval(), Plan(removal=config.removal), (first.shape[1], first.shape[2], first.shape[3]))
-    base = ready_for(first, model, config.removal)  # one pruned otherwise was refused
+    base = ready_for(first, model, config.removal)  # one pruned in another style was refused
     kinds = kinds_of(row, budget)
     offered = removable(base)
     require_offered(offered, kinds)
@@ -153,15 +153,15 @@ def select(
 
 
 def kinds_of(method: Method, budget: Budget | int) -> tuple[Kind | None, ...]:
-    """Return of which kind each layer is that goes, in order, None for any; ``PlanError`` where there is none to go."""
+    """Return the kinds of the layers to remove, in order, None for any; ``PlanError`` if there is nothing to remove."""
     count = budget if isinstance(budget, int) else budget.attention + budget.activation
     if count < 1 or (isinstance(budget, Budget) and min(budget.attention, budget.activation) < 0):
-        raise PlanError(f"at least 1 layer goes, and none comes back, but the budget is {budget}")
+        raise PlanError(f"the budget is {budget}; expected at least 1 layer, and no negative numbers")
     if method.split != "map":
         return (method.only,) * count
     if isinstance(budget, int):
         raise PlanError(
-            f"the method {method.name} takes so many layers of each kind, not {budget} in all; give both numbers "
+            f"the method {method.name} needs the number of layers of each kind, but got {budget} in total; give both "
             "(--attention 2 --activation 3), or samples of hetdpt collect to split by"
         )
     return removal_order(budget)
@@ -169,13 +169,13 @@ def kinds_of(method: Method, budget: Budget | int) -> tuple[Kind | None, ...]:
 
 def _images(model: nn.Module, data: Data, config: SelectConfig, workers: int, start: int = 0) -> ImageBatches:
     if data.train is None:
-        raise PlanError("layers are chosen on training images; open the data with the split train")
+        raise PlanError("choosing layers needs training images; open the data with the split train")
     seed, wants = config.search.training.seed, preprocessing_of(model)
     return ImageBatches(data.train, wants, count=config.images, start=start, seed=seed, workers=workers)
 
 
 def _by_entropy(task: _Task) -> list[Site]:
-    """Return the sites that go one after another, each with the least transfer entropy of its kind."""
+    """Return the sites removed one after another, each with the least transfer entropy of its kind."""
     order = greedy_order(
         task.model, task.images, task.kinds, removal=task.config.removal, progress=task.stage("transfer entropy")
     )
@@ -184,7 +184,7 @@ def _by_entropy(task: _Task) -> list[Site]:
 
 
 def _by_damage(task: _Task) -> list[Site]:
-    """Return the sites that go one after another, each with the least damage, measured on other training images."""
+    """Return the sites removed one after another, each with the least damage, measured on other training images."""
     judge = _judge(task)
     chosen: list[GreedyChoice] = []
     for kind, count in Counter(task.kinds).items():  # all of one kind, then all of the other
@@ -206,7 +206,7 @@ def _by_damage(task: _Task) -> list[Site]:
 
 
 def _judge(task: _Task) -> ImageBatches:
-    """Return as many training images as replacements are fitted on, others where there are more."""
+    """Return as many training images as replacements are fitted on; other images if there are enough."""
     assert task.data.train is not None
     if len(task.data.train) <= task.images.count:
         return task.images
@@ -225,7 +225,7 @@ def _at_random(task: _Task) -> list[Site]:
 
 
 def _by_importance(task: _Task) -> list[Site]:
-    """Return the sites that a search takes away."""
+    """Return the sites that an importance search removes."""
     config = task.config
     candidates = _candidates(task)
     gated, student = Plan(removal=config.removal), deepcopy(task.model)
@@ -255,7 +255,7 @@ def _by_importance(task: _Task) -> list[Site]:
     )
     for _ in epochs:
         pass
-    return [picked.site for picked in search.gone]
+    return [picked.site for picked in search.removed]
 
 
 def _prior(task: _Task, candidates: list[Site]) -> Prior:
@@ -271,7 +271,7 @@ def _prior(task: _Task, candidates: list[Site]) -> Prior:
 
 
 def _candidates(task: _Task) -> list[Site]:
-    """Return the sites that a search is about."""
+    """Return the candidates of a search."""
     if None in task.kinds or task.config.candidates == "all":
         return [site for site in task.offered if None in task.kinds or site.kind in task.kinds]
     te = transfer_entropy(

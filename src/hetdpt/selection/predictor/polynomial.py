@@ -20,8 +20,8 @@ DEGREES = (1, 2, 3, 4)
 FEWEST = 3 + 2  # samples: the coefficients of degree 1, and two to leave out
 MOST_BLOCKS = 200
 LEVEL = 0.95  # of intervals
-UNDECIDED = 0.1  # of the pairs left out may leave samples that do not decide a degree
-RIVAL = 1.5  # times the least RMSE: with so few samples a degree is not told from the best by less (docs/method.md)
+UNDECIDED = 0.1  # of the left-out pairs may leave samples that do not determine a degree
+RIVAL = 1.5  # times the least RMSE: with few samples, a smaller difference says nothing (docs/method.md)
 POOR = 0.8  # of the variance of accuracies, explained for samples held out
 DECIMALS = 0.005  # what rounding to two decimals takes from a ratio
 Row = Sample | Sequence[float]
@@ -36,7 +36,7 @@ class LeaveTwoOut:
     mae: float
     rmse: float
     why_not: str = ""
-    """Why this degree cannot be chosen; empty where it can."""
+    """Why this degree cannot be chosen; empty if it can."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Predictor:
     """(a, t) of each sample."""
     accuracies: tuple[float, ...]
     degree: int
-    """The one with the least RMSE of those that ``tried`` can choose."""
+    """The degree with the least RMSE of those in ``tried`` that can be chosen."""
     tried: tuple[LeaveTwoOut, ...]
 
     @property
@@ -101,7 +101,7 @@ class Predictor:
         return f"P(p, q) = {_sum(self.pruned_coefficients)}"
 
     def ratios(self, budget: Budget) -> tuple[float, float]:
-        """Return (a, t) once the layers of ``budget`` are gone."""
+        """Return (a, t) without the layers of ``budget``."""
         return _kept(budget.attention, self.blocks), _kept(budget.activation, self.blocks)
 
     def predict(self, a: Any, t: Any = None) -> Any:
@@ -123,10 +123,9 @@ class Predictor:
         return float(found) if found.ndim == 0 else found
 
     def interval(self, a: float, t: float) -> tuple[float, float]:
-        """Return where the accuracy at (a, t) lies with a chance of ``LEVEL``, if the surface is such a polynomial.
+        """Return the interval of the accuracy at (a, t) at ``LEVEL``, if the surface is such a polynomial.
 
-        It reaches from the lowest to the highest end of the intervals of all ``rivals``, for percentages within 0 and
-        100.
+        It spans the intervals of all ``rivals``, for percentages clipped to 0 and 100.
         """
         low, high = self._reach([(a, t)], [1.0])
         if not self._is_percent:
@@ -134,7 +133,7 @@ class Predictor:
         return min(max(low, 0.0), 100.0), min(max(high, 0.0), 100.0)
 
     def difference(self, one: tuple[float, float], other: tuple[float, float]) -> tuple[float, float]:
-        """Return where the accuracy at ``one`` less that at ``other`` lies, as ``interval`` does."""
+        """Return the interval of the accuracy at ``one`` minus that at ``other``, as ``interval`` does."""
         return self._reach([one, other], [1.0, -1.0])
 
     def _reach(self, points: Sequence[tuple[float, float]], weights: Sequence[float]) -> tuple[float, float]:
@@ -144,11 +143,11 @@ class Predictor:
 
     @property
     def rivals(self) -> tuple[int, ...]:
-        """The degrees that cannot be told from the chosen one, which is among them: their RMSE is little above its."""
+        """The degrees with an RMSE close to that of the chosen one, itself among them."""
         return tuple(row.degree for row in self.tried if not row.why_not and row.rmse <= RIVAL * self.rmse + 1e-9)
 
     def with_degree(self, degree: int) -> Predictor:
-        """Return the predictor that would follow if ``degree`` had been chosen."""
+        """Return the predictor with another ``degree``."""
         return replace(self, degree=degree)
 
     def terms(self, points: Iterable[tuple[float, float]]) -> np.ndarray:
@@ -160,13 +159,13 @@ class Predictor:
         """What makes the fit doubtful, a sentence each."""
         found, least, most = [], min(self.accuracies), max(self.accuracies)
         if not self._is_percent or 0 < most <= 1:
-            found.append(f"accuracies are from {least:g} to {most:g}, though percent was expected: 81.8, not 0.818")
+            found.append(f"accuracies are from {least:g} to {most:g}, but should be in percent: 81.8, not 0.818")
         if least == most:
             found.append(f"all samples have the same accuracy, {least:g} %; is the model trained for this data?")
         elif self.explained < POOR:
             found.append(
-                f"the fit is poor: on samples left out it explains {max(self.explained, 0):.0%} of how accuracies "
-                f"differ (RMSE {self.rmse:.2f} points); take more samples, or fine-tune each of them longer"
+                f"the fit is poor: on left-out samples it explains {max(self.explained, 0):.0%} of the variance (RMSE "
+                f"{self.rmse:.2f} points); collect more samples, or fine-tune each of them longer"
             )
         return tuple(found)
 
@@ -191,7 +190,7 @@ class Predictor:
 
 @dataclass(frozen=True)
 class _Surface:
-    """The polynomial of one degree through all samples, and how far it may be off."""
+    """The polynomial of one degree fitted to all samples, and its uncertainty."""
 
     degree: int
     solution: np.ndarray
@@ -215,15 +214,15 @@ class _Surface:
 
 
 def fit_predictor(rows: Iterable[Row], blocks: int = 12, exact: bool = True) -> Predictor:
-    """Return the polynomial through ``rows``; its degree is the one that predicts best, leaving out two (paper, L2OCV).
+    """Return the polynomial fitted to ``rows``; its degree predicts best when leaving two out (paper, L2OCV).
 
-    Rows are samples, or (a, t, accuracy) with retained ratios and percent. ``exact`` takes 0.67 for 8/12; without it
+    Rows are samples, or (a, t, accuracy) with retained ratios and percent. ``exact`` reads 0.67 as 8/12; without it
     ratios are used as given. Every two samples are left out once, the predictions for each sample are averaged, and
     the degree with the least RMSE is fitted again to all. Degrees with more coefficients than samples to fit, or that
-    the samples cannot tell apart, are not chosen.
+    the samples do not determine, are not chosen.
     """
     if not 1 <= blocks <= MOST_BLOCKS:
-        raise PredictError(f"a model with 1 to {MOST_BLOCKS} blocks was expected, not with {blocks}")
+        raise PredictError(f"blocks is {blocks}; expected 1 to {MOST_BLOCKS}")
     found = [_read(row, number, blocks, exact) for number, row in enumerate(rows, 1)]
     _require_different(found, blocks)
     points = np.array([row[:2] for row in found]).reshape(-1, 2)
@@ -236,29 +235,29 @@ def fit_predictor(rows: Iterable[Row], blocks: int = 12, exact: bool = True) -> 
 
 
 def _read(row: Row, number: int, blocks: int, exact: bool) -> tuple[float, float, float]:
-    """Return (a, t, accuracy) of a row, or say what is wrong with it."""
+    """Return (a, t, accuracy) of a row; ``PredictError`` if it is not a sample."""
     if isinstance(row, Sample):
         counts = row.budget.attention, row.budget.activation
         if not all(0 <= count <= blocks for count in counts):
             raise PredictError(
                 f"sample {number} removes {counts[0]} attention and {counts[1]} activation layers of {blocks} blocks; "
-                f"0 to {blocks} of each were expected: is the number of blocks right?"
+                f"expected 0 to {blocks} of each: is the number of blocks right?"
             )
         a, t, accuracy = _kept(counts[0], blocks), _kept(counts[1], blocks), row.accuracy
     else:
         try:
             a, t, accuracy = (float(value) for value in row)
         except (TypeError, ValueError):
-            raise PredictError(f"sample {number} is {row!r}; three numbers (a, t, accuracy) were expected") from None
+            raise PredictError(f"sample {number} is {row!r}; expected three numbers (a, t, accuracy)") from None
         if not (0 <= a <= 1 and 0 <= t <= 1):
             raise PredictError(
-                f"sample {number} has the ratios {a:g} and {t:g}; a and t are parts of the layers that are kept, "
+                f"sample {number} has the ratios {a:g} and {t:g}; a and t are the fractions of layers that are kept, "
                 "from 0 to 1"
             )
         if exact:
             a, t = (_snap(ratio, number, blocks) for ratio in (a, t))
     if not isfinite(accuracy):
-        raise PredictError(f"sample {number} has the accuracy {accuracy:g}; a number was expected, in percent")
+        raise PredictError(f"sample {number} has the accuracy {accuracy:g}; expected a number in percent")
     return a, t, accuracy
 
 
@@ -268,11 +267,11 @@ def _kept(removed: int, blocks: int) -> float:
 
 
 def _snap(ratio: float, number: int, blocks: int) -> float:
-    """Return the nearest n / blocks; 0.67 is 8/12, but 0.7 is none."""
+    """Return the nearest n / blocks; 0.67 is 8/12, but 0.7 is refused."""
     nearest = round(ratio * blocks) / blocks
     if abs(nearest - ratio) > DECIMALS + 1e-9:
         raise PredictError(
-            f"sample {number} keeps a part of {ratio:g}, which is no n/{blocks}: the nearest is "
+            f"sample {number} keeps a fraction of {ratio:g}, which is not n/{blocks}: the nearest is "
             f"{round(ratio * blocks)}/{blocks} = {nearest:.3f}; is the number of blocks right?"
         )
     return nearest
@@ -293,23 +292,23 @@ def _require_different(rows: list[tuple[float, float, float]], blocks: int) -> N
 def _require_enough(points: np.ndarray) -> None:
     if len(points) < FEWEST:
         raise PredictError(
-            f"{len(points)} samples are too few: a polynomial of degree 1 has 3 coefficients, and 2 samples are left "
-            f"out in turn, so at least {FEWEST} are needed"
+            f"got {len(points)} samples, but at least {FEWEST} are needed: a polynomial of degree 1 has 3 "
+            "coefficients, and 2 samples are left out in turn"
         )
     if problem := _why_not(1, points):
         raise PredictError(
-            f"no polynomial can be fitted: {problem}; take some without attention layers alone, and some without "
-            "activations alone"
+            f"no polynomial can be fitted: {problem}; add samples with only attention layers removed, and with only "
+            "activations removed"
         )
 
 
 def _why_not(degree: int, points: np.ndarray) -> str:
-    """Return why ``degree`` cannot be chosen for samples at ``points``; empty where it can."""
+    """Return why ``degree`` cannot be chosen for samples at ``points``; empty if it can."""
     terms = _terms(degree, points)
     if terms.shape[1] > len(points) - 2:
         return f"it has {terms.shape[1]} coefficients for {len(points) - 2} samples"
     if np.linalg.matrix_rank(terms) < terms.shape[1]:
-        return f"the {len(points)} samples lie so that they do not decide its {terms.shape[1]} coefficients"
+        return f"the {len(points)} samples do not determine its {terms.shape[1]} coefficients"
     return ""
 
 
@@ -325,7 +324,7 @@ def _leave_two_out(degree: int, points: np.ndarray, accuracies: np.ndarray) -> L
     why_not = _why_not(degree, points)
     undecided = np.mean(np.array(ranks) < terms.shape[1])
     if degree > 1 and not why_not and undecided > UNDECIDED:
-        why_not = f"without two of the samples they do not decide its {terms.shape[1]} coefficients ({undecided:.0%})"
+        why_not = f"without two, samples do not determine its {terms.shape[1]} coefficients ({undecided:.0%} of pairs)"
     return LeaveTwoOut(degree, mae, rmse, why_not)
 
 
@@ -359,14 +358,14 @@ def _term(i: int, j: int, first: str, second: str) -> str:
 
 
 def _sum(coefficients: Mapping[str, float]) -> str:
-    """Return the polynomial as one reads it.
+    """Return the polynomial as text.
 
     >>> _sum({"1": 31.684, "a": 50.653, "a^2": -19.795})
     '31.684 + 50.653 a - 19.795 a^2'
     """
     parts, least = [], 1e-9 * max(abs(value) for value in coefficients.values())
     for term, value in coefficients.items():
-        value = value if abs(value) > least else 0.0  # what rounding left of nothing
+        value = value if abs(value) > least else 0.0  # rounding errors
         sign = "- " if value < 0 else "+ "
         parts.append(f"{sign}{abs(value):.5g}" + ("" if term == "1" else f" {term}"))
     text = " ".join(parts)

@@ -1,4 +1,4 @@
-"""The prices of a model's layers, counted and timed on this device; and budgets split among what it offers."""
+"""The prices of a model's layers, counted and timed on this device; and budgets split between its kinds of layers."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from hetdpt.surgery.record import InputSize, Removal, require_record
 from hetdpt.surgery.remove import ready, removable, without
 
 Progress = Callable[[str, int, int], None]
-"""Called with what is being done and (steps done, in all)."""
+"""Called with what is being done and (steps done, total)."""
 
 
 def split_layers(
     model: nn.Module, samples: Sequence[Row], layers: Iterable[int], removal: Removal
 ) -> dict[int, Allocation]:
-    """Return how samples of accuracy split each number of ``layers`` between the kinds, of what the model offers."""
+    """Return how samples of accuracy split each number of ``layers`` between the kinds of removable layers."""
     base = ready(model, removal)
     blocks, offered = require_record(base).survey.anatomy.blocks, [site.kind for site in removable(base)]
-    is_usual = all(offered.count(kind) == blocks for kind in KINDS)  # then nobody has to be told what there is
+    is_usual = all(offered.count(kind) == blocks for kind in KINDS)  # then allocate needs no prices
     prices = None if is_usual else measure_prices(base, removal=removal, latency=False)
     predictor = fit_predictor(samples, blocks)
     return {count: allocate(predictor, layers=count, prices=prices) for count in layers}
@@ -42,7 +42,7 @@ def measure_prices(
     latency: bool = True,
     progress: Progress | None = None,
 ) -> Prices:
-    """Return what ``model`` costs and what the removal of each of its layers saves, merged; timed unless told not to.
+    """Return the costs of ``model`` and what removing each of its layers saves, merged; timed if ``latency``.
 
     >>> import timm
     >>> model = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=2, num_classes=10)

@@ -1,6 +1,6 @@
 """Samples of accuracy as a CSV file, ours or one that a spreadsheet exported. No torch here.
 
-What is read is what is written there; whether a ratio is one and a polynomial goes through them is ``polynomial``'s.
+It only reads values; ``polynomial`` checks whether they are samples.
 """
 
 from __future__ import annotations
@@ -22,34 +22,34 @@ SAMPLES_FILE = "samples.csv"  # of a directory of hetdpt collect
 COUNTS = ("attention", "activation", "accuracy")
 RATIOS = ("a", "t", "accuracy")
 DELIMITERS = (",", ";", "\t")
-EXPECTED = "attention, activation, accuracy (layers removed, percent) or a, t, accuracy (ratios that are kept, percent)"
+EXPECTED = "attention, activation, accuracy (layers removed, percent) or a, t, accuracy (ratios kept, percent)"
 SHOWN = 12  # columns of a header that an error lists
 Line = tuple[int, list[str]]
-"""Its number in the file, and its cells."""
+"""The number of a line in the file, and its cells."""
 
 
 def read_rows(path: Path) -> list[Sample | tuple[float, float, float]]:
-    """Return what each line of a CSV says: a sample, or (a, t, accuracy) where its columns are ratios.
+    """Return the samples of a CSV file, or tuples (a, t, accuracy) if its columns are ratios.
 
-    Columns are found by name and further ones ignored; where both sets are there, the counts are read, being exact.
-    Commas, semicolons or tabs stand between cells. 81,3 is 81.3. Blank lines are skipped.
+    Columns are found by name and others ignored; if it has both, the counts are read, as they are exact. Cells are
+    separated by commas, semicolons or tabs. 81,3 is 81.3. Blank lines are skipped.
     """
     lines = list(_lines(path, _text(path)))
     if not lines:
-        raise PredictError(f"{path} is empty; a CSV with the columns {EXPECTED} was expected")
+        raise PredictError(f"{path} is empty; expected a CSV with the columns {EXPECTED}")
     header = [cell.strip().lower() for cell in lines[0][1]]
     wanted = _columns(path, header)
     if len(lines) == 1:
-        raise PredictError(f"{path} has a header but no rows; a line for each sample was expected")
+        raise PredictError(f"{path} has a header but no rows; expected a line for each sample")
     return [_row(path, line, header, wanted) for line in lines[1:]]
 
 
 def samples_file(samples: Path) -> Path:
-    """Return the CSV of samples that ``samples`` is, or that a directory of ``hetdpt collect`` has in it."""
+    """Return ``samples`` itself, or the CSV in it if it is a directory of ``hetdpt collect``."""
     if not samples.is_dir():
         return samples
     if not (samples / SAMPLES_FILE).is_file():
-        raise PredictError(f"{samples} holds no {SAMPLES_FILE}; give a CSV, or a directory of hetdpt collect")
+        raise PredictError(f"{samples} has no {SAMPLES_FILE}; give a CSV, or a directory of hetdpt collect")
     return samples / SAMPLES_FILE
 
 
@@ -59,7 +59,7 @@ def plain_rows(rows: Iterable[Sample | Sequence[float]]) -> list[Any]:
 
 
 def write_rows(path: Path, samples: Iterable[Sample], more: Mapping[str, Sequence[object]] | None = None) -> None:
-    """Write a line for each sample, whole or not at all; ``more`` are further columns by name, a value for each."""
+    """Write a line for each sample, all or nothing; ``more`` are further columns by name, a value for each sample."""
     columns = more or {}
     lines = [[sample.budget.attention, sample.budget.activation, sample.accuracy] for sample in samples]
     assert all(len(values) == len(lines) for values in columns.values()), "a value for each sample"
@@ -70,7 +70,7 @@ def write_rows(path: Path, samples: Iterable[Sample], more: Mapping[str, Sequenc
 
 
 def _text(path: Path) -> str:
-    """Return the text of a file; UTF-16 where it says so, as spreadsheets do, else UTF-8."""
+    """Return the text of a file: UTF-16 if it has a byte order mark, as spreadsheets write, else UTF-8."""
     try:
         content = path.read_bytes()
         is_wide = content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
@@ -82,12 +82,12 @@ def _text(path: Path) -> str:
     except UnicodeDecodeError:
         text = "\0"
     if "\0" in text:
-        raise PredictError(f"{path} is no CSV, because it is not text in UTF-8; export it as CSV (UTF-8)")
+        raise PredictError(f"{path} is not a CSV: it is not text in UTF-8; export it as CSV (UTF-8)")
     return text
 
 
 def _lines(path: Path, text: str) -> Iterator[Line]:
-    """Give the lines that are not blank, cut where the first of them, the header, has its columns."""
+    """Yield the lines that are not blank, split by the delimiter of the header."""
     first = next((line for line in text.splitlines() if line.strip()), "")
     delimiter = max(DELIMITERS, key=lambda delimiter: _promise(first, delimiter))
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, skipinitialspace=True, strict=True)
@@ -100,17 +100,17 @@ def _lines(path: Path, text: str) -> Iterator[Line]:
 
 
 def _promise(header: str, delimiter: str) -> tuple[int, int]:
-    """Return what is larger for the delimiter that is the right one: how many known names, how many at all."""
+    """Return a key that is largest for the right delimiter: how many known names, how many names."""
     names = [cell.strip(' "').lower() for cell in header.split(delimiter)]
     return len({*COUNTS, *RATIOS} & {*names}), len(names)
 
 
 def _columns(path: Path, header: list[str]) -> tuple[str, ...]:
-    """Return the names of the columns to read, or say which are missing."""
+    """Return the names of the columns to read; ``PredictError`` if some are missing."""
     wanted = next((names for names in (COUNTS, RATIOS) if {*names} <= {*header}), None)
     if wanted is None:
         shown = ", ".join(header[:SHOWN]) + (", ..." if len(header) > SHOWN else "")
-        raise PredictError(f"{path} has the columns {shown[:200]}; {EXPECTED} were expected in its first line")
+        raise PredictError(f"{path} has the columns {shown[:200]}; expected {EXPECTED} in its first line")
     if twice := next((name for name in wanted if header.count(name) > 1), None):
         raise PredictError(f"{path} has the column {twice} twice; keep one")
     return wanted
@@ -120,8 +120,8 @@ def _row(path: Path, line: Line, header: list[str], wanted: tuple[str, ...]) -> 
     number, cells = line
     if any(cell.strip() for cell in cells[len(header) :]):
         raise PredictError(
-            f"line {number} of {path} has {len(cells)} cells, but the header {len(header)}; where numbers have a "
-            "decimal comma, put semicolons between cells"
+            f"line {number} of {path} has {len(cells)} cells, but the header has {len(header)}; if numbers have a "
+            "decimal comma, separate cells by semicolons"
         )
     found = dict(zip(header, cells, strict=False))
     first, second, accuracy = (_number(found.get(name, ""), name, f"line {number} of {path}") for name in wanted)
@@ -134,17 +134,17 @@ def _row(path: Path, line: Line, header: list[str], wanted: tuple[str, ...]) -> 
 def _number(cell: str, name: str, where: str) -> float:
     text = cell.strip()
     if not text:
-        raise PredictError(f"{where} has no {name}; a number was expected")
+        raise PredictError(f"{where} has no {name}; expected a number")
     try:
         value = float(text.replace(",", "."))
     except ValueError:
         value = float("nan")
     if not isfinite(value):
-        raise PredictError(f"{where} has the {name} {text[:40]!r}, which is no number")
+        raise PredictError(f"{where} has the {name} {text[:40]!r}; expected a number")
     return value
 
 
 def _count(value: float, name: str, where: str) -> int:
     if value != int(value) or value < 0:
-        raise PredictError(f"{where} has the {name} {value:g}; a whole number of layers, from 0 on, was expected")
+        raise PredictError(f"{where} has the {name} {value:g}; expected a whole number of layers, at least 0")
     return int(value)

@@ -1,7 +1,7 @@
 """Samples of accuracy: prune, fine-tune briefly, evaluate, and again (paper, Algorithms 1 and 2). It writes no files.
 
 Three chains, each from the dense model: attention layers only, activations only, and both in turn. A step of a chain
-takes one more layer from what the step before it came to, the one whose transfer entropy is least.
+removes one more layer from the result of the step before it, the one with the least transfer entropy.
 """
 
 from __future__ import annotations
@@ -37,30 +37,30 @@ class CollectConfig:
     recovery: RecoverConfig
     """The brief fine-tuning of each step, such as that of the recipe ``brief``."""
     rounds: tuple[int, int, int] | None = None
-    """Of the chains attention, activation and interleaved; a round of the last takes a layer of each kind. None: about
-    8/12, 8/12 and 3/12 of the blocks, as in the larger table of the paper, and of the last as many as reach the number
-    of layers that are to go, where that is known."""
+    """Rounds of the chains attention, activation and interleaved; a round of the last removes a layer of each kind.
+    None: about 8/12, 8/12 and 3/12 of the blocks, as in the larger table of the paper, and of the last enough to reach
+    the number of layers of the goal, if that is known."""
     removal: Removal = "calibrated"
     """What removed layers leave behind: a name from ``styles.PRESETS`` or (attention style, activation style)."""
     images: int = 256
     """Training images on which replacements are fitted and transfer entropy is measured."""
     fine_tunes: bool = True
-    """Without it there is no fine-tuning: a sample is the accuracy right after the removal."""
+    """Whether samples are fine-tuned; otherwise a sample is the accuracy right after the removal."""
 
     def __post_init__(self) -> None:
         if self.rounds is not None and not (len(self.rounds) == 3 and min(self.rounds) >= 0 and max(self.rounds) > 0):
             raise PredictError(
-                f"rounds are {self.rounds}; one number for each of the chains {', '.join(CHAINS)} was expected, "
-                "0 for none, such as 5,5,3"
+                f"rounds is {self.rounds}; expected one number for each of the chains {', '.join(CHAINS)}, 0 for none, "
+                "such as 5,5,3"
             )
         if self.images < 2:
-            raise PredictError(f"transfer entropy is a spread over images; 2 or more are needed, not {self.images}")
-        Plan(removal=self.removal)  # refuses what is none
+            raise PredictError(f"images is {self.images}; transfer entropy needs at least 2")
+        Plan(removal=self.removal)  # refuses an unknown one
 
     def chains(self, blocks: int, offered: Budget, layers: int = 0) -> dict[Chain, tuple[Kind, ...]]:
-        """Return the kind of each layer that a chain takes, in order.
+        """Return the kinds of the layers that each chain removes, in order.
 
-        ``offered`` are the layers that can go, ``layers`` how many are to, as far as that is known.
+        ``offered`` are the layers that can be removed, ``layers`` is the goal, or 0 if it is not known.
 
         >>> CollectConfig(recovery=RecoverConfig(), rounds=(2, 0, 1)).chains(12, Budget(12, 12))
         {'attention': ('attention', 'attention'), 'interleaved': ('attention', 'activation')}
@@ -73,8 +73,8 @@ class CollectConfig:
             for kind, most in zip(KINDS, (offered.attention, offered.activation), strict=True):
                 if kinds.count(kind) > most:
                     raise PredictError(
-                        f"{number} rounds of the chain {chain} take {kinds.count(kind)} {kind} layers, but this model "
-                        f"has {most} that can go; give fewer rounds"
+                        f"{number} rounds of the chain {chain} remove {kinds.count(kind)} {kind} layers, but this "
+                        f"model has {most} that can be removed; give fewer rounds"
                     )
             if kinds:
                 found[chain] = kinds
@@ -82,21 +82,21 @@ class CollectConfig:
 
 
 def _usual_rounds(blocks: int, offered: Budget, layers: int = 0) -> tuple[int, int, int]:
-    """Return the paper's rounds for 12 blocks in proportion, but enough of them for degree 2 where there are so many.
+    """Return the paper's rounds for 12 blocks, scaled to ``blocks``, but enough for degree 2 if there are as many.
 
-    Both kinds go in turn until ``layers`` are gone, so that no split of them is far from a sample.
+    The interleaved chain removes ``layers`` layers, so that no split of them is far from a sample.
 
     >>> _usual_rounds(12, Budget(12, 12)), _usual_rounds(12, Budget(12, 12), layers=8), _usual_rounds(4, Budget(4, 4))
     ((8, 8, 3), (8, 8, 4), (3, 3, 2))
     """
     one, both = max(round(8 * blocks / 12), 3), max(round(blocks / 4), 2, -(-layers // 2))
-    most = max(offered.attention - 1, 1)  # without any attention the classes are told from one patch, or from none
+    most = max(offered.attention - 1, 1)  # without any attention, the class is predicted from one patch, or from none
     return min(one, most, offered.attention), min(one, offered.activation), min(both, most, offered.activation)
 
 
 @dataclass(frozen=True)
 class EntropyPick:
-    """A layer that went, and the transfer entropy by which it was chosen."""
+    """A removed layer, and the transfer entropy by which it was chosen."""
 
     site: Site
     te: float
@@ -108,19 +108,19 @@ class EntropyPick:
 
 @dataclass(frozen=True)
 class SampleStep:
-    """One more sample: some layers went, what is left was fine-tuned and evaluated."""
+    """One more sample: layers were removed, and the model was fine-tuned and evaluated."""
 
     kinds: tuple[Kind, ...]
-    """Of all layers that are gone, in the order in which they went."""
+    """Of all removed layers, in the order of removal."""
     picks: tuple[EntropyPick, ...]
-    """The layers that went in this step."""
+    """The layers removed in this step."""
     before: float
     """Accuracy in percent before the fine-tuning."""
     accuracy: float
-    """And after it."""
+    """Accuracy after it."""
     seconds: float
     speedup: float | None = None
-    """How many times faster than the dense model what is left is, merged; None where that was not measured."""
+    """Of the merged model over the dense one; None if it was not measured."""
 
     @property
     def budget(self) -> Budget:
@@ -136,7 +136,7 @@ class SampleStep:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> SampleStep:
-        """Return what ``to_dict`` made ``values`` of."""
+        """Return the step that ``to_dict`` wrote as ``values``."""
         picks = tuple(EntropyPick.from_dict(pick) for pick in values["picks"])
         return cls(**{**values, "kinds": tuple(values["kinds"]), "picks": picks})
 
@@ -150,14 +150,14 @@ def prune_next(
 ) -> tuple[nn.Module, EntropyPick]:
     """Return a copy of ``student`` without one more layer of ``kind``, the one with the least transfer entropy.
 
-    TE is that of the student as it is, fine-tuned, so that it tells what the layer adds now. ``images`` are gone
-    through several times. Replacements that are fitted are so on these images.
+    TE is measured on the fine-tuned student, so that it shows what the layer adds now. ``images`` are iterated several
+    times; replacements are fitted on them.
     """
     images = Peeked(images, student, PURPOSE)
     base = ready_for(images.first, student, removal)
     left = [site for site in removable(base) if site.kind == kind]
     if not left:
-        raise PredictError(f"a chain takes one more {kind} layer, but none is left that can go; give fewer rounds")
+        raise PredictError(f"a chain removes one more {kind} layer, but no removable one is left; give fewer rounds")
     try:
         entropies = transfer_entropy(student, images, sites=left, removal=removal, progress=progress)
     except DataError as error:
@@ -180,7 +180,7 @@ def fine_tune(
 ) -> Iterator[tuple[int, float]]:
     """Train ``student`` in place and yield (epoch, accuracy in percent), epoch 0 before anything is trained.
 
-    A ``keeper`` that has a state goes on from there, and epochs that were yielded before are not yielded again.
+    If ``keeper`` has a state, training resumes from it, and epochs that were yielded before are not yielded again.
     """
     if config is None:
         yield 0, evaluate(student, data, workers=workers).top1
