@@ -424,7 +424,7 @@ def test_what_no_predictor_could_be_fitted_to_is_not_begun(tmp_path: Path) -> No
 @pytest.mark.slow
 def test_no_attention_is_left_to_choose_by(dense: nn.Module, tmp_path: Path) -> None:
     found = collect_into(tmp_path / "run", dense, "demo", config(rounds=(0, 0, 3), fine_tunes=False, removal="plain"))
-    with pytest.raises(PredictError, match="^no activation layer can be chosen: the model answers the same to all"):
+    with pytest.raises(PredictError, match="^no activation layer can be chosen: the model has the same output for all"):
         list(found)
 
 
@@ -449,11 +449,11 @@ CHAINS = "attention, activation, interleaved"
         (("--rounds", "2,1"), "--rounds takes three numbers, of attention, activation and interleaved, not '2,1'"),
         (
             ("--rounds", "0,0,0"),
-            f"rounds are (0, 0, 0); one number for each of the chains {CHAINS} was expected, 0 for none, such as 5,5,3",
+            f"rounds is (0, 0, 0); expected one number for each of the chains {CHAINS}, 0 for none, such as 5,5,3",
         ),
         (
             ("--rounds", "4,1,1"),
-            "4 rounds of the chain attention take 4 attention layers, but this model has 3 that can go; "
+            "4 rounds of the chain attention remove 4 attention layers, but this model has 3 that can be removed; "
             "give fewer rounds",
         ),
         (

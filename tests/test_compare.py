@@ -479,7 +479,7 @@ OPTIONS = (
     ("options", "text"),
     [
         (("--layers", "two"), "--layers takes how many layers go, such as 2,4,6, not 'two'"),
-        (("--candidates", "some"), "candidates are 'all' or 'te', not 'some'"),
+        (("--candidates", "some"), "candidates is 'some'; expected 'all' or 'te'"),
     ],
 )
 def test_bad_options(options: tuple[str, ...], text: str, run: Run, home: Path, tmp_path: Path) -> None:

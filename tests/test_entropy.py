@@ -303,7 +303,7 @@ def test_a_removal_that_breaks_the_answers_is_the_last_to_choose(model: nn.Modul
         ([], "transfer entropy needs images, but the batches are empty"),
         ([torch.randn(0, 3, 32, 32)], "needs images, but the batches are empty"),
         ([torch.randn(1, 3, 32, 32)], "a spread over images, but there is only one image; give two or more"),
-        ([torch.ones(3, 3, 32, 32)], "answers the same to all 3 images; give images that differ"),
+        ([torch.ones(3, 3, 32, 32)], "same output for all 3 images; give images that differ"),
         (torch.randn(2, 3, 32, 32), r"images \(B, C, H, W\), but one is float32 of shape \(3, 32, 32\); give images"),
         ([(torch.randn(2, 3, 32, 32), 1)], r"images \(B, C, H, W\), but one is a tuple; give images alone"),
         ([torch.ones(2, 3, 32, 32).byte()], r"float tensors .* but one is uint8 of shape \(2, 3, 32, 32\)"),
@@ -322,7 +322,7 @@ def test_what_cannot_be_answered_is_refused_in_a_sentence(model: nn.Module, vit:
         transfer_entropy(model, batches, probe="tokens")  # type: ignore[arg-type]
     with pytest.raises(DataError, match="once for each site, but came an iterator that can be read only once; give a"):
         greedy_order(model, iter(batches), (None,) * 2)
-    with pytest.raises(PlanError, match="asked for 4 attention sites, but this model has 3 to be removed; ask for"):
+    with pytest.raises(PlanError, match="cannot remove 4 attention layers: this model has 3 that can be removed"):
         greedy_order(model, batches, ("attention",) * 4)
     with pytest.raises(
         PlanError, match=r"attention 7 at blocks.7.attn is not a site of this model, or was removed already"
@@ -331,5 +331,5 @@ def test_what_cannot_be_answered_is_refused_in_a_sentence(model: nn.Module, vit:
     with pytest.raises(ModelError, match="has no weights"):
         transfer_entropy(vit.build().to("meta"), batches)
     nn.init.constant_(model.head.weight, float("nan"))  # type: ignore[union-attr,arg-type]
-    with pytest.raises(ModelError, match="answers with values that are not finite; check its weights"):
+    with pytest.raises(ModelError, match="outputs are not finite; check its weights"):
         transfer_entropy(model, batches)

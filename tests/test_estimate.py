@@ -194,9 +194,9 @@ def test_a_goal_that_is_no_number_of_layers_is_guessed_at(dense: nn.Module) -> N
 
 
 def test_what_a_run_would_refuse_is_refused(dense: nn.Module) -> None:
-    with pytest.raises(PlanError, match="asked for 7 sites, but this model has 6"):
+    with pytest.raises(PlanError, match="cannot remove 7 layers: this model has 6"):
         estimate(config(Path("nowhere"), layers=7, **WITHOUT_SPLIT), dense, DATA)
-    with pytest.raises(PredictError, match="9 rounds of the chain attention take 9 attention layers"):
+    with pytest.raises(PredictError, match="9 rounds of the chain attention remove 9 attention layers"):
         estimate(config(Path("nowhere"), rounds=(9, 1, 1)), dense, DATA)
     with pytest.raises(DataError, match="accuracy is measured on the split val"):
         estimate(config(Path("nowhere"), **WITHOUT_SPLIT), dense, replace(DATA, val=None))

@@ -284,7 +284,7 @@ class TestPrior:
                 given.append(prior)
                 super().__init__(*args, prior=prior, **kwargs)
 
-        monkeypatch.setattr("hetdpt.selection.select.Search", Watched)
+        monkeypatch.setattr("hetdpt.selection.select.ImportanceSearch", Watched)
         search = search_config(training__accumulate=accumulate)
         config = SelectConfig(search=search, images=images, explores=explores)
         hetdpt.select(dense, data, Budget(1, 0), "hetdpt", config)
@@ -357,7 +357,7 @@ def test_resumed_search_is_the_uninterrupted_one(dense: nn.Module, data: Data) -
     memory = Memory(limit=8)  # of 10 updates: some layers are gone
     with pytest.raises(StoppedError):
         outcome(memory)
-    assert 0 < len(memory.states[-1]["companion"]["gone"]) < 4
+    assert 0 < len(memory.states[-1]["companion"]["removed"]) < 4
     memory.limit = None
     again, rest = outcome(memory)
     assert again == plan
@@ -415,7 +415,7 @@ def test_model_pruned_by_another_removal_is_refused(dense: nn.Module, data: Data
 
 def test_too_short_a_search_is_refused(dense: nn.Module, data: Data) -> None:
     config = SelectConfig(search=search_config(training__batch_size=80), images=32)
-    with pytest.raises(PlanError, match="the search has 1 updates to choose 2 layers in; give it more images"):
+    with pytest.raises(PlanError, match="the search has 1 updates, but needs one for each of the 2 layers to remove"):
         hetdpt.select(dense, data, Budget(1, 1), "hetdpt", config)
 
 
@@ -427,11 +427,11 @@ from hetdpt.selection import select as room
 from hetdpt.selection.select import SelectConfig, usual_search
 
 searches = []
-class Kept(room.Search):
+class Kept(room.ImportanceSearch):
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         searches.append(self)
-room.Search = Kept
+room.ImportanceSearch = Kept
 settings = {"per_class": 8, "training.batch_size": 4, "training.epochs": 1, "training.lr": 1e-3}
 ours = SelectConfig(search=usual_search().with_settings(settings), images=32)
 papers = replace(ours, removal="plain", explores=False)
@@ -460,7 +460,7 @@ def test_importances_agree_on_all_processes(dense: nn.Module, tmp_path: Path) ->
 
 
 def test_bad_settings_are_refused() -> None:
-    with pytest.raises(HetDPTError, match="candidates are 'all' or 'te', not 'some'"):
+    with pytest.raises(HetDPTError, match="candidates is 'some'; expected 'all' or 'te'"):
         SelectConfig(candidates="some")  # type: ignore[arg-type]
-    with pytest.raises(HetDPTError, match="2 or more are needed, not 1"):
+    with pytest.raises(HetDPTError, match="images is 1; choosing layers needs at least 2"):
         SelectConfig(images=1)

@@ -358,7 +358,7 @@ def test_an_iterator_will_do_if_there_are_other_images_to_judge_on(model: nn.Mod
         ([torch.randn(2, 3, 32, 32)], [torch.zeros(2, 3, 24, 24)], "^images to judge on are 3 x 24 x 24 but those to "),
         ([torch.randn(2, 3, 24, 24)], None, "^VisionTransformer does not take images of 3 x 24 x 24: "),
         ([torch.randn(1, 3, 32, 32)], None, "there is only one image; give two or more$"),
-        ([torch.ones(3, 3, 32, 32)], None, "^the model answers the same to all 3 images; give images that differ$"),
+        ([torch.ones(3, 3, 32, 32)], None, "^the model has the same output for all 3 images; give images that differ$"),
     ],
 )
 def test_images_that_will_not_do(model: nn.Module, batches: Any, judge: Any, text: str) -> None:

@@ -77,7 +77,7 @@ class TestContract:
         assert plan.removal == "plain"
 
     def test_too_large_a_budget_is_refused(self, row: Method, dense: nn.Module, data: Data) -> None:
-        with pytest.raises(PlanError, match=r"asked for \d+ (\w+ )?sites, but this model has \d to be removed"):
+        with pytest.raises(PlanError, match=r"cannot remove \d+ (\w+ )?layers: this model has \d that can be removed"):
             hetdpt.select(dense, data, Budget(4, 4), row.name, SelectConfig(images=32))
 
     def test_row_is_in_the_docs(self, row: Method) -> None:
@@ -93,17 +93,17 @@ class TestBudget:
         assert kinds_of(hetdpt.METHODS["te-static"], 2) == (None, None)
         assert kinds_of(hetdpt.METHODS["attention-only"], Budget(1, 1)) == ("attention", "attention")
         with pytest.raises(
-            PlanError, match="hetdpt takes so many layers of each kind, not 3 in all; give both numbers"
+            PlanError, match="hetdpt needs the number of layers of each kind, but got 3 in total; give both"
         ):
             kinds_of(hetdpt.METHODS["hetdpt"], 3)
 
     @pytest.mark.parametrize("budget", [0, Budget(0, 0), Budget(-1, 2)])
     def test_nothing_to_remove_is_refused(self, budget: Any) -> None:
-        with pytest.raises(PlanError, match="at least 1 layer goes"):
+        with pytest.raises(PlanError, match="expected at least 1 layer, and no negative numbers"):
             kinds_of(hetdpt.METHODS["hetdpt"], budget)
 
     def test_data_without_training_images_is_refused(self, dense: nn.Module, data: Data) -> None:
-        with pytest.raises(PlanError, match="layers are chosen on training images"):
+        with pytest.raises(PlanError, match="choosing layers needs training images"):
             hetdpt.select(dense, replace(data, train=None), 2, "te-static")
 
 
@@ -148,10 +148,10 @@ class TestCommand:
         [
             ((), "say either how many of each kind go"),
             (("--layers", "2", "--attention", "1"), "say either how many of each kind go"),
-            (("--layers", "2"), "the method hetdpt takes so many layers of each kind, not 2 in all"),
+            (("--layers", "2"), "the method hetdpt needs the number of layers of each kind, but got 2 in total"),
             (("--layers", "2", "--method", "ranom"), "there is no method 'ranom'; did you mean random?"),
             (("--layers", "2", "--method", "random", "--samples", "x.csv"), "random has no such split"),
-            (("--attention", "4"), "asked for 4 attention sites, but this model has 3"),
+            (("--attention", "4"), "cannot remove 4 attention layers: this model has 3"),
         ],
     )
     def test_contradictions_get_a_sentence(

@@ -326,7 +326,7 @@ def test_a_run_directory_that_is_not_whole(run: Run, tmp_path: Path) -> None:
     )
     (directory / "samples.csv").unlink()
     run("predict", directory).is_refused(
-        f"{directory} holds no samples.csv; give a CSV, or a directory of hetdpt collect"
+        f"{directory} has no samples.csv; give a CSV, or a directory of hetdpt collect"
     )
 
 
@@ -354,7 +354,7 @@ def test_out_holds_all_of_it(run: Run, listing: Path, prices: Path, tmp_path: Pa
     with Image.open(out / "frontier.png") as image:
         assert image.width > 1000
     run("predict", out / "splits.csv", "--blocks", 12).is_refused_like(
-        rf"{out}/splits.csv has the columns attention, activation, layers, predicted, low, .*; .* were expected .*"
+        rf"{out}/splits.csv has the columns attention, activation, layers, predicted, low, .*; expected .*"
     )
 
 
@@ -383,43 +383,43 @@ EXPECTED = "attention, activation, accuracy (layers removed, percent) or a, t, a
 @pytest.mark.parametrize(
     ("content", "text"),
     [
-        ("", f"{{file}} is empty; a CSV with the columns {EXPECTED} was expected"),
-        ("\r\n \r\n", f"{{file}} is empty; a CSV with the columns {EXPECTED} was expected"),
-        ("a,t,accuracy\n", "{file} has a header but no rows; a line for each sample was expected"),
-        ("a;t;top-1\n1;1;80\n", f"{{file}} has the columns a, t, top-1; {EXPECTED} were expected in its first line"),
-        ("1,1,81.8\n1,1,81\n", f"{{file}} has the columns 1, 1, 81.8; {EXPECTED} were expected in its first line"),
+        ("", f"{{file}} is empty; expected a CSV with the columns {EXPECTED}"),
+        ("\r\n \r\n", f"{{file}} is empty; expected a CSV with the columns {EXPECTED}"),
+        ("a,t,accuracy\n", "{file} has a header but no rows; expected a line for each sample"),
+        ("a;t;top-1\n1;1;80\n", f"{{file}} has the columns a, t, top-1; expected {EXPECTED} in its first line"),
+        ("1,1,81.8\n1,1,81\n", f"{{file}} has the columns 1, 1, 81.8; expected {EXPECTED} in its first line"),
         ("a,t,accuracy,t\n1,1,80,1\n", "{file} has the column t twice; keep one"),
-        (b"PK\x03\x04\x14\x00\x06\x00", "{file} is no CSV, because it is not text in UTF-8; export it as CSV (UTF-8)"),
-        (b"\xff\xd8\xff\xe0JFIF", "{file} is no CSV, because it is not text in UTF-8; export it as CSV (UTF-8)"),
+        (b"PK\x03\x04\x14\x00\x06\x00", "{file} is not a CSV: it is not text in UTF-8; export it as CSV (UTF-8)"),
+        (b"\xff\xd8\xff\xe0JFIF", "{file} is not a CSV: it is not text in UTF-8; export it as CSV (UTF-8)"),
         (
             'a,t,accuracy\n1,1,"80\n1,1,80\n',
             "line 3 of {file} is not CSV (unexpected end of data); export the table again",
         ),
-        ("a,t,accuracy\n\n1,1,good\n", "line 3 of {file} has the accuracy 'good', which is no number"),
-        ("a,t,accuracy\n1,nan,80\n", "line 2 of {file} has the t 'nan', which is no number"),
-        ("a,t,accuracy\n1,1,80\n1,1\n", "line 3 of {file} has no accuracy; a number was expected"),
+        ("a,t,accuracy\n\n1,1,good\n", "line 3 of {file} has the accuracy 'good'; expected a number"),
+        ("a,t,accuracy\n1,nan,80\n", "line 2 of {file} has the t 'nan'; expected a number"),
+        ("a,t,accuracy\n1,1,80\n1,1\n", "line 3 of {file} has no accuracy; expected a number"),
         (
             "a,t,accuracy\n0,92,1,81,3\n",
-            "line 2 of {file} has 5 cells, but the header 3; where numbers have a decimal comma, put semicolons "
-            "between cells",
+            "line 2 of {file} has 5 cells, but the header has 3; if numbers have a decimal comma, separate cells "
+            "by semicolons",
         ),
         (
             "attention,activation,accuracy\n0,0,80\n-1,0,80\n",
-            "line 3 of {file} has the attention -1; a whole number of layers, from 0 on, was expected",
+            "line 3 of {file} has the attention -1; expected a whole number of layers, at least 0",
         ),
         (
             "attention,activation,accuracy\n0,1.5,80\n",
-            "line 2 of {file} has the activation 1.5; a whole number of layers, from 0 on, was expected",
+            "line 2 of {file} has the activation 1.5; expected a whole number of layers, at least 0",
         ),
         (
             "attention,activation,accuracy\n0,13,80\n",
-            "sample 1 removes 0 attention and 13 activation layers of 12 blocks; 0 to 12 of each were expected: is the "
+            "sample 1 removes 0 attention and 13 activation layers of 12 blocks; expected 0 to 12 of each: is the "
             "number of blocks right?",
         ),
         (
             "a,t,accuracy\n1,1,80\n0.5,1,70\n",
-            "2 samples are too few: a polynomial of degree 1 has 3 coefficients, and 2 samples are left out in turn, "
-            "so at least 5 are needed",
+            "got 2 samples, but at least 5 are needed: a polynomial of degree 1 has 3 coefficients, and 2 samples "
+            "are left out in turn",
         ),
     ],
 )
@@ -439,8 +439,8 @@ def test_blocks_are_not_guessed(run: Run, listing: Path) -> None:
     run("predict", listing, "--layers", 8).is_refused(
         f"{listing} does not say how many blocks the model has; give --blocks, such as --blocks 12"
     )
-    run("predict", listing, "--blocks", 0).is_refused("a model with 1 to 200 blocks was expected, not with 0")
-    run("predict", listing, "--blocks", 10).is_refused_like(r"sample 2 keeps a part of 0\.92, which is no n/10: .*")
+    run("predict", listing, "--blocks", 0).is_refused("blocks is 0; expected 1 to 200")
+    run("predict", listing, "--blocks", 10).is_refused_like(r"sample 2 keeps a fraction of 0\.92, .*")
 
 
 @pytest.mark.parametrize(

@@ -138,7 +138,7 @@ def test_degrees_that_cannot_be_chosen_say_why() -> None:
     ]
     assert [row.why_not for row in fitted("map_table_22").tried] == [
         *[""] * 3,
-        "the 22 samples lie so that they do not decide its 15 coefficients",
+        "the 22 samples do not determine its 15 coefficients",
     ]
 
 
@@ -662,8 +662,8 @@ def test_a_poor_fit_is_told() -> None:
     predictor = fit_predictor(rows, blocks=12)
     assert predictor.explained < 0.8
     assert predictor.warnings == (
-        f"the fit is poor: on samples left out it explains 0% of how accuracies differ (RMSE {predictor.rmse:.2f} "
-        "points); take more samples, or fine-tune each of them longer",
+        f"the fit is poor: on left-out samples it explains 0% of the variance (RMSE {predictor.rmse:.2f} "
+        "points); collect more samples, or fine-tune each of them longer",
     )
     assert allocate(predictor, layers=4).warnings[0] == predictor.warnings[0]
     for name in ("map_listing_16", "map_table_22"):
@@ -858,23 +858,23 @@ GOOD = [(1, 1, 80.0), (0.5, 1, 70.0), (1, 0.5, 60.0), (0.5, 0.5, 50.0), (0.75, 1
     [
         (
             GOOD[:4],
-            "4 samples are too few: a polynomial of degree 1 has 3 coefficients, and 2 samples are left out in turn, "
-            "so at least 5 are needed",
+            "got 4 samples, but at least 5 are needed: a polynomial of degree 1 has 3 coefficients, and 2 samples "
+            "are left out in turn",
         ),
         (
             [],
-            "0 samples are too few: a polynomial of degree 1 has 3 coefficients, and 2 samples are left out in turn, "
-            "so at least 5 are needed",
+            "got 0 samples, but at least 5 are needed: a polynomial of degree 1 has 3 coefficients, and 2 samples "
+            "are left out in turn",
         ),
         (
             [(kept / 4, 1, 70 + kept) for kept in range(5)],
-            "no polynomial can be fitted: the 5 samples lie so that they do not decide its 3 coefficients; take some "
-            "without attention layers alone, and some without activations alone",
+            "no polynomial can be fitted: the 5 samples do not determine its 3 coefficients; add samples "
+            "with only attention layers removed, and with only activations removed",
         ),
         (
             [(kept / 4, kept / 4, 70 + kept) for kept in range(5)],
-            "no polynomial can be fitted: the 5 samples lie so that they do not decide its 3 coefficients; take some "
-            "without attention layers alone, and some without activations alone",
+            "no polynomial can be fitted: the 5 samples do not determine its 3 coefficients; add samples "
+            "with only attention layers removed, and with only activations removed",
         ),
         (
             [*GOOD, (0.75, 1, 75.0)],
@@ -887,38 +887,38 @@ GOOD = [(1, 1, 80.0), (0.5, 1, 70.0), (1, 0.5, 60.0), (0.5, 0.5, 50.0), (0.75, 1
         ),
         (
             [*GOOD, (1.25, 1, 70.0)],
-            "sample 7 has the ratios 1.25 and 1; a and t are parts of the layers that are kept, from 0 to 1",
+            "sample 7 has the ratios 1.25 and 1; a and t are the fractions of layers that are kept, from 0 to 1",
         ),
         (
             [*GOOD, (1, -0.25, 70.0)],
-            "sample 7 has the ratios 1 and -0.25; a and t are parts of the layers that are kept, from 0 to 1",
+            "sample 7 has the ratios 1 and -0.25; a and t are the fractions of layers that are kept, from 0 to 1",
         ),
         (
             [*GOOD, (float("nan"), 1, 70.0)],
-            "sample 7 has the ratios nan and 1; a and t are parts of the layers that are kept, from 0 to 1",
+            "sample 7 has the ratios nan and 1; a and t are the fractions of layers that are kept, from 0 to 1",
         ),
         (
             [*GOOD, (0.67, 1, 70.0)],
-            "sample 7 keeps a part of 0.67, which is no n/4: the nearest is 3/4 = 0.750; is the number of blocks "
+            "sample 7 keeps a fraction of 0.67, which is not n/4: the nearest is 3/4 = 0.750; is the number of blocks "
             "right?",
         ),
-        ([*GOOD, (0.25, 1, float("nan"))], "sample 7 has the accuracy nan; a number was expected, in percent"),
+        ([*GOOD, (0.25, 1, float("nan"))], "sample 7 has the accuracy nan; expected a number in percent"),
         (
             [*GOOD, Sample(Budget(3, 0), float("inf"))],
-            "sample 7 has the accuracy inf; a number was expected, in percent",
+            "sample 7 has the accuracy inf; expected a number in percent",
         ),
-        ([*GOOD, (0.25, 1)], "sample 7 is (0.25, 1); three numbers (a, t, accuracy) were expected"),
-        ([*GOOD, (0.25, 1, 70, 3)], "sample 7 is (0.25, 1, 70, 3); three numbers (a, t, accuracy) were expected"),
-        ([*GOOD, ("all", 1, 70)], "sample 7 is ('all', 1, 70); three numbers (a, t, accuracy) were expected"),
-        ([*GOOD, 70], "sample 7 is 70; three numbers (a, t, accuracy) were expected"),
+        ([*GOOD, (0.25, 1)], "sample 7 is (0.25, 1); expected three numbers (a, t, accuracy)"),
+        ([*GOOD, (0.25, 1, 70, 3)], "sample 7 is (0.25, 1, 70, 3); expected three numbers (a, t, accuracy)"),
+        ([*GOOD, ("all", 1, 70)], "sample 7 is ('all', 1, 70); expected three numbers (a, t, accuracy)"),
+        ([*GOOD, 70], "sample 7 is 70; expected three numbers (a, t, accuracy)"),
         (
             [*GOOD, Sample(Budget(2, 5), 70)],
-            "sample 7 removes 2 attention and 5 activation layers of 4 blocks; 0 to 4 of each were expected: is the "
+            "sample 7 removes 2 attention and 5 activation layers of 4 blocks; expected 0 to 4 of each: is the "
             "number of blocks right?",
         ),
         (
             [*GOOD, Sample(Budget(-1, 0), 70)],
-            "sample 7 removes -1 attention and 0 activation layers of 4 blocks; 0 to 4 of each were expected: is the "
+            "sample 7 removes -1 attention and 0 activation layers of 4 blocks; expected 0 to 4 of each: is the "
             "number of blocks right?",
         ),
     ],
@@ -933,13 +933,13 @@ def test_samples_that_are_refused(rows: list[Any], text: str) -> None:
 def test_a_ratio_is_taken_for_what_two_decimals_can_mean(ratio: float) -> None:
     assert fit_predictor([*GOOD, (0.67, 1, 74.0)], blocks=12).points[-1][0] == 8 / 12
     nearest = "the nearest is 8/12 = 0.667; is the number of blocks right?"
-    with refused(f"sample 7 keeps a part of {ratio}, which is no n/12: {nearest}"):
+    with refused(f"sample 7 keeps a fraction of {ratio}, which is not n/12: {nearest}"):
         fit_predictor([*GOOD, (ratio, 1, 74.0)], blocks=12)
 
 
 def test_no_blocks_are_refused() -> None:
     for blocks in (0, 10_000):
-        with refused(f"a model with 1 to 200 blocks was expected, not with {blocks}"):
+        with refused(f"blocks is {blocks}; expected 1 to 200"):
             fit_predictor(GOOD, blocks=blocks)
 
 
@@ -957,7 +957,7 @@ def test_scores_that_are_no_percentages_are_fitted_and_told(scale: float) -> Non
     other = fit_predictor([(a, t, scale * accuracy) for a, t, accuracy in GOOD], blocks=4)
     values = sorted(scale * accuracy for _, _, accuracy in GOOD)
     assert other.warnings[0] == (
-        f"accuracies are from {values[0]:g} to {values[-1]:g}, though percent was expected: 81.8, not 0.818"
+        f"accuracies are from {values[0]:g} to {values[-1]:g}, but should be in percent: 81.8, not 0.818"
     )
     low, high = sorted(scale * end for end in percent._reach([(0.75, 0.75)], [1.0]))
     assert other.interval(0.75, 0.75) == pytest.approx((low, high))
@@ -984,7 +984,7 @@ def test_a_degree_that_two_samples_less_leave_undecided_is_not_chosen() -> None:
         rows = [Sample(budget, 80.0 - budget.attention) for budget in chains(alone, together)]
         return fit_predictor(rows, blocks=12).tried[2].why_not
 
-    assert third(4, 2) == "without two of the samples they do not decide its 10 coefficients (64%)"
+    assert third(4, 2) == "without two, samples do not determine its 10 coefficients (64% of pairs)"
     assert third(8, 3) == ""  # one pair of 231
 
 

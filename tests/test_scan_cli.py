@@ -171,5 +171,5 @@ def test_bad_images_are_refused(run: Run, dense: Path, images: Path) -> None:
     for file in images.iterdir():
         Image.new("RGB", (20, 20)).save(file)
     run("scan", dense, "--data", images, "--images", 4, "--judge-images", 4, "--quiet").is_refused(
-        "the model answers the same to all 4 images; give images that differ"
+        "the model has the same output for all 4 images; give images that differ"
     )

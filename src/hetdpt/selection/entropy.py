@@ -186,7 +186,7 @@ def _entropies(
 def entropy_of_dense(spread: Spread) -> float:
     """Return H of the outputs of a dense model; ``DataError`` or ``ModelError`` if it cannot be compared with."""
     if spread.count < 2:
-        raise DataError("transfer entropy is a spread over images, but got only one image; give two or more")
+        raise DataError("transfer entropy is a spread over images, but there is only one image; give two or more")
     if not spread.squares.any():
         raise DataError(f"the model has the same output for all {spread.count} images; give images that differ")
     if not isfinite(spread.entropy):
@@ -195,7 +195,7 @@ def entropy_of_dense(spread: Spread) -> float:
 
 
 def transfer(dense: float, entropy: float, signed: bool = False) -> float:
-    """Return TE = |H(dense) - H(removed)|, infinity if outputs are not finite; ``signed`` without the absolute value."""
+    """Return TE = |H(dense) - H(removed)|, infinity if outputs are not finite; ``signed`` leaves the sign."""
     if not isfinite(entropy):
         return inf
     return dense - entropy if signed else abs(dense - entropy)

@@ -71,7 +71,7 @@ class SelectConfig:
     """How weights train while importances are learned; its seed is the seed of the whole selection."""
     removal: Removal = "calibrated"
     """What removed layers leave behind: a name from ``styles.PRESETS`` or (attention style, activation style). In a
-    search it is also what gates have on their other side; ``plain`` is the paper's."""
+    search it is also what closed gates compute; ``plain`` is the paper's."""
     images: int = 256
     """Training images on which replacements are fitted and transfer entropy and damage are measured."""
     candidates: Literal["all", "te"] = "all"
