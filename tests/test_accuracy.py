@@ -119,7 +119,7 @@ def test_parts_of_the_images() -> None:
             evaluate(model, "demo", fraction=fraction)
     with pytest.raises(DataError, match=r"a fraction \(0.5\) or a count per class \(2\), not both"):
         evaluate(model, "demo", fraction=0.5, per_class=2)
-    with pytest.raises(DataError, match="class 2 has only 35 images, so 36 per class cannot be taken; at most 35 can"):
+    with pytest.raises(DataError, match="class 2 has only 35 images, fewer than 36 per class; use at most 35"):
         evaluate(model, "demo", per_class=36)
 
 

@@ -188,7 +188,7 @@ def test_a_relative_folder_counts_from_the_root(folder: Path) -> None:
 @pytest.mark.parametrize("splits", [("train", "val"), ("val",), ("train",)])
 def test_splits_with_different_classes_are_refused(folder: Path, splits: tuple[str, ...]) -> None:
     (folder / "val" / "cat").rename(folder / "val" / "cow")
-    text = "train has a class folder cat but .*val has not; labels must mean the same in both"
+    text = "train has a class folder cat but .*val does not; labels must mean the same in both"
     with pytest.raises(DataError, match=text):
         open_data(str(folder), splits=splits)
 
@@ -209,10 +209,10 @@ def test_folders_without_sense_are_refused_in_a_sentence(folder: Path) -> None:
     for image in (folder / "val" / "owl").iterdir():
         image.unlink()
     (folder / "val" / ".checkpoints").mkdir()
-    with pytest.raises(DataError, match="^class folder .*owl has no images; labels would not count it$"):
+    with pytest.raises(DataError, match="^class folder .*owl has no images; add some or remove the folder$"):
         open_data(str(folder), splits=("val",))
     picture(0).save(folder / "val" / "stray.png")
-    with pytest.raises(DataError, match="val has images beside its class folders, for example stray.png"):
+    with pytest.raises(DataError, match="val has images outside its class folders, for example stray.png"):
         open_data(str(folder), splits=("val",))
 
 
@@ -306,7 +306,7 @@ def test_datasets_of_huggingface_as_parquet_with_other_columns(tmp_path: Path, o
 
 def test_datasets_of_huggingface_that_cannot_be_used(tmp_path: Path, offline: Path) -> None:
     name = parquet(tmp_path / "words", ["a", "b"])
-    text = "has no one column of type ClassLabel, which labels need; its columns are img .Image., fine_label .Value.$"
+    text = "does not have exactly one column of type ClassLabel for its labels; its columns are img .Image., fine_label .Value.$"
     with pytest.raises(DataError, match=text):
         open_data(name, splits=("val",), root=offline)
     name = parquet(tmp_path / "unlabelled", [-1, -1])
@@ -369,7 +369,7 @@ def test_a_subset_per_class_and_by_seed() -> None:
         ({"fraction": 1.5}, "above 0 and at most 1, not 1.5"),
         ({"fraction": 0.5, "per_class": 2}, "a fraction .0.5. or a count per class .2., not both"),
         ({"per_class": 0}, "at least 1 image per class, not 0"),
-        ({"per_class": 3}, "class 1 has only 2 images, so 3 per class cannot be taken; at most 2 can"),
+        ({"per_class": 3}, "class 1 has only 2 images, fewer than 3 per class; use at most 2"),
         ({"seed": -1}, "a seed is from 0 to 4294967295, not -1"),
     ],
 )
@@ -386,8 +386,8 @@ def test_subsets_that_cannot_be_are_refused(arguments: dict[str, Any], text: str
     [
         ({"erasing": 1.5}, "erasing is a probability from 0 to 1, not 1.5"),
         ({"hflip": -0.1}, "hflip is a probability"),
-        ({"scale": (0.5, 0.1)}, "scale is two shares of the area, rising"),
-        ({"ratio": (2.0, 1.0)}, "ratio is two rising numbers"),
+        ({"scale": (0.5, 0.1)}, "scale is two increasing fractions of the area"),
+        ({"ratio": (2.0, 1.0)}, "ratio is two increasing numbers"),
         ({"color_jitter": -1}, "color_jitter is at least 0"),
         ({"repeats": 0}, "repeats is at least 1, not 0"),
         ({"fixed_views": True}, "fixed views repeated 3 times would be the same view; set repeats to 1"),
@@ -543,7 +543,7 @@ def test_fixed_views_in_order_are_those_of_the_epochs(train: Source, world: int)
         for index, target, image in zip(batch.indices.tolist(), batch.targets.tolist(), batch.images, strict=True):
             assert torch.equal(image, seen[index] if index >= 0 else torch.zeros(3, 16, 16))
             assert target == (train.targets()[index] if index >= 0 else -1)
-    with pytest.raises(DataError, match="views that are not fixed have no order of their own; set fixed_views"):
+    with pytest.raises(DataError, match="only fixed views can be read in order; set fixed_views"):
         TrainingBatches(train, WANTED, ONCE, batch_size=3).in_order()
 
 
@@ -833,16 +833,16 @@ def test_streams_that_cannot_be_used_are_refused(shards: str) -> None:
     with pytest.raises(DataError, match="^an image of the stream has label 4 but there are 4 classes"):
         list(EvaluationBatches(stream(open_data(shards).val), WANTED, batch_size=2, workers=1))
     (folder / "train-2.tar").unlink()
-    with pytest.raises(DataError, match="names 1 shards that are not there, for example train-2.tar"):
+    with pytest.raises(DataError, match="lists 1 shards that do not exist, for example train-2.tar"):
         open_data(shards)
     for text, message in (
         ("{}", "has no splits"),
         ("{", "is not JSON"),
-        ('{"splits": {"train": {}}}', "lacks something: num_classes and, in each split, filenames and shard_lengths"),
+        ('{"splits": {"train": {}}}', "is incomplete; expected num_classes and, in each split, filenames and shard_lengths"),
     ):
         (folder / "_info.json").write_text(text)
         with pytest.raises(DataError, match=message):
             open_data(shards)
     (folder / "_info.json").unlink()
-    with pytest.raises(DataError, match="there is no .*_info.json, which says what is in the shards"):
+    with pytest.raises(DataError, match="_info.json, which describes the shards, does not exist"):
         open_data(shards)

@@ -612,7 +612,7 @@ def test_bad_input_is_one_sentence(run: Run, folder: Path, tmp_path: Path) -> No
     image, out = folder / "pictures" / "0.png", tmp_path / "maps.png"
     command = ("explain", folder / "dense", "--image")
     run(*command, "cat.jpg", "--out", out).is_refused(
-        "cat.jpg is not there; an image, or a folder of images, was expected"
+        "cat.jpg does not exist; give an image or a folder of images"
     )
     run(*command, image, "--class", -1, "--out", out).is_refused("got class -1, but this model has the classes 0-9")
     run(*command, image, "--class=--1", "--out", out).is_refused(

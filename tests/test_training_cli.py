@@ -128,7 +128,7 @@ def test_eval_of_a_part(run: Run, home: Path) -> None:
         refused = run("eval", home / "dense", *DEMO, "--fraction", fraction)
         refused.is_refused(f"a fraction of the images is above 0 and at most 1, not {float(fraction)}")
     refused = run("eval", home / "dense", *DEMO, "--per-class", 36)
-    refused.is_refused("class 2 has only 35 images, so 36 per class cannot be taken; at most 35 can")
+    refused.is_refused("class 2 has only 35 images, fewer than 36 per class; use at most 35")
 
 
 def test_eval_with_weights_from_a_file(run: Run, home: Path) -> None:

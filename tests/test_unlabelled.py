@@ -176,7 +176,7 @@ def test_nothing_but_unreadable_images_are_refused(flat: Path) -> None:
 def test_too_few_images_are_refused(flat: Path) -> None:
     with pytest.raises(DataError, match="^at least 1 image is needed, not 0$"):
         batches_of(flat, count=0)
-    with pytest.raises(DataError, match="^there are 11 images, which is too few; more than 11 are needed$"):
+    with pytest.raises(DataError, match="^there are only 11 images; more than 11 are needed$"):
         batches_of(flat, count=1, start=11)
 
 

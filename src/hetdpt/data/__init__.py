@@ -1,1 +1,1 @@
-"""Images with labels: where they lie, which of them, how they are shown, in which batches. Knows no model."""
+"""Images with labels: their sources, subsets, augmentation and batches. Knows no model."""

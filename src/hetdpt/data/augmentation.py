@@ -18,7 +18,7 @@ Transform = Callable[[Image.Image], Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Augmentation:
-    """What chance does to a training image; the defaults are those of DeiT.
+    """Random augmentation of a training image; the defaults are those of DeiT.
 
     >>> Augmentation.plain().is_plain
     True
@@ -27,28 +27,28 @@ class Augmentation:
     auto_augment: str | None = "rand-m9-mstd0.5-inc1"
     """A policy of timm's RandAugment, AutoAugment or AugMix; None leaves it out."""
     color_jitter: float = 0.3
-    """How far brightness, contrast and saturation may go; only without ``auto_augment``, as in timm."""
+    """How much brightness, contrast and saturation may change; only without ``auto_augment``, as in timm."""
     erasing: float = 0.25
     """Probability that a rectangle is replaced by noise."""
     scale: tuple[float, float] = (0.08, 1.0)
-    """Least and largest share of the image's area in the crop."""
+    """Smallest and largest fraction of the image's area in the crop."""
     ratio: tuple[float, float] = (3 / 4, 4 / 3)
-    """Least and largest width over height of the crop."""
+    """Smallest and largest aspect ratio (width over height) of the crop."""
     hflip: float = 0.5
-    """Probability that left and right change places."""
+    """Probability of a horizontal flip."""
     repeats: int = 3
-    """How often an image is shown in a row, each time as another view, of fewer images per epoch; 1 is once."""
+    """How often an image is repeated in a row, each time as another view, with fewer images per epoch; 1 is once."""
     fixed_views: bool = False
-    """Whether an image has the same view in every epoch, so that what a teacher says of it can be kept."""
+    """Whether an image has the same view in every epoch, so that a teacher's output for it can be cached."""
 
     def __post_init__(self) -> None:
         for name in ("erasing", "hflip"):
             if not 0 <= getattr(self, name) <= 1:
                 raise DataError(f"{name} is a probability from 0 to 1, not {getattr(self, name)}")
         if not 0 < self.scale[0] <= self.scale[1] <= 1:
-            raise DataError(f"scale is two shares of the area, rising, above 0 and at most 1, not {self.scale}")
+            raise DataError(f"scale is two increasing fractions of the area, above 0 and at most 1, not {self.scale}")
         if not 0 < self.ratio[0] <= self.ratio[1]:
-            raise DataError(f"ratio is two rising numbers above 0, not {self.ratio}")
+            raise DataError(f"ratio is two increasing numbers above 0, not {self.ratio}")
         if self.color_jitter < 0:
             raise DataError(f"color_jitter is at least 0, not {self.color_jitter}")
         if self.repeats < 1:
@@ -58,7 +58,7 @@ class Augmentation:
 
     @classmethod
     def plain(cls, *, fixed_views: bool = False) -> Augmentation:
-        """Return no augmentation: the views of the evaluation."""
+        """Return the configuration without augmentation: the views of an evaluation."""
         whole = (1.0, 1.0)
         return cls(
             auto_augment=None, color_jitter=0, erasing=0, scale=whole, ratio=whole, hflip=0, repeats=1,
@@ -67,14 +67,14 @@ class Augmentation:
 
     @property
     def is_plain(self) -> bool:
-        """Whether chance has no part in a view."""
+        """Whether views are not random."""
         has_colour = bool(self.auto_augment or self.color_jitter or self.erasing)
         has_shape = (*self.scale, *self.ratio, self.hflip) != (1, 1, 1, 1, 0)
         return not has_colour and not has_shape
 
 
 def training_transform(preprocessing: Preprocessing, augmentation: Augmentation) -> Transform:
-    """Return the transform from an image to a random view (C, H, W); that of the evaluation if chance has no part."""
+    """Return the transform from an image to a random view (C, H, W); the evaluation's if views are not random."""
     if augmentation.is_plain:
         return evaluation_transform(preprocessing)
     from timm.data.transforms_factory import create_transform
@@ -94,16 +94,16 @@ def training_transform(preprocessing: Preprocessing, augmentation: Augmentation)
             ratio=augmentation.ratio,
             hflip=augmentation.hflip,
         )
-    except Exception as error:  # timm asserts, or fails somewhere, on a policy it does not know
+    except Exception as error:  # timm raises various classes on an unknown policy
         text = first_line(error)
         raise DataError(f"timm does not know the augmentation {augmentation.auto_augment!r}: {text}") from None
     return _posterizing(transform)
 
 
 def evaluation_transform(preprocessing: Preprocessing) -> Transform:
-    """Return the transform from an image to its one view (C, H, W), as the model wants it.
+    """Return the transform from an image to its one view (C, H, W), as the model expects it.
 
-    It raises ``OSError`` for an image so thin that nothing would be left of it, or more than ``MOST_PIXELS``.
+    It raises ``OSError`` for an image so thin that it would be resized to no pixels, or to more than ``MOST_PIXELS``.
     """
     from timm.data.transforms_factory import create_transform
 
@@ -120,7 +120,7 @@ def evaluation_transform(preprocessing: Preprocessing) -> Transform:
 
 @dataclass(frozen=True)
 class _Limited:
-    """A transform of the evaluation that refuses images which cannot be resized, or would take too much memory."""
+    """An evaluation transform that refuses images that cannot be resized or would take too much memory."""
 
     transform: Transform
     preprocessing: Preprocessing
@@ -140,7 +140,7 @@ class _Limited:
 
 
 def _posterizing(transform: Any) -> Transform:
-    """Make a transform of timm, in place, able to keep 0 bits of a colour, as its strongest policies ask."""
+    """Make a timm transform able, in place, to posterize to 0 bits, as its strongest policies request."""
     from timm.data.auto_augment import posterize
 
     for step in transform.transforms:
@@ -152,7 +152,7 @@ def _posterizing(transform: Any) -> Transform:
 
 
 def _posterize(image: Image.Image, bits: int, **rest: Any) -> Image.Image:
-    """Return ``image`` with so many bits of each colour; black for none, which Pillow 13 refuses to compute."""
+    """Return ``image`` with ``bits`` bits of each colour; black for 0, which Pillow 13 refuses to compute."""
     from timm.data.auto_augment import posterize
 
     kept: Image.Image = posterize(image, bits, **rest) if bits > 0 else Image.new(image.mode, image.size)

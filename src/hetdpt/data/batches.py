@@ -47,7 +47,7 @@ class RandomBatches:
     def in_order(self) -> Iterator[Any]:
         """Yield the fixed view of every image once, in the order of the source, shared as in an evaluation."""
         if not self._augmentation.fixed_views:
-            raise DataError("views that are not fixed have no order of their own; set fixed_views")
+            raise DataError("only fixed views can be read in order; set fixed_views")
         parts = parts_of(self._count, self._loading.batch_size, self._loading.share)
         return self._loader.load([self._key(0, 0, index) for index in part] for part in parts)
 
@@ -153,13 +153,13 @@ def order_of(count: int, seed: int, epoch: int, repeats: int = 1) -> list[int]:
     from timm.data.distributed_sampler import RepeatAugSampler
 
     sampler = RepeatAugSampler(range(count), 1, 0, num_repeats=repeats, selected_round=0)
-    # The sampler seeds its shuffle with what it takes for the epoch.
+    # The sampler seeds its shuffle with the epoch's number.
     sampler.set_epoch(int(np.random.SeedSequence((seed, epoch)).generate_state(1)[0]))
     return list(sampler)
 
 
 def places_of(batch_size: int, share: Share, start: int, length: int) -> Iterator[range]:
-    """Yield the places in an epoch of each batch of a process, from batch ``start`` of ``length`` on."""
+    """Yield the positions in an epoch of each batch of a process, from batch ``start`` of ``length`` on."""
     step = batch_size * share.world
     for first in range(start * step, length * step, step):
         yield range(first + share.rank, first + step, share.world)

@@ -17,15 +17,15 @@ from hetdpt.data.streams import Stream
 from hetdpt.data.subset import Subset, balanced_order, subset
 from hetdpt.data.views import NOTHING
 
-KEPT = 1 << 30  # bytes of prepared images that are kept for the next time
+KEPT = 1 << 30  # bytes of prepared images that are kept in memory
 
 
 class ImageBatches:
-    """Batches of ``count`` images (B, C, H, W), prepared for a model, the same ones each time they are gone through.
+    """Batches of ``count`` images (B, C, H, W), prepared for a model, the same ones in every iteration.
 
-    They are chosen by the seed, classes in proportion where there are any; ``start`` passes over the first of the
-    choice, which gives others. Of a stream of shards they are the first ones. Images that cannot be read are left out.
-    Up to ``KEPT`` bytes of them are read once and kept.
+    They are chosen by the seed, with the classes in proportion if there are any; ``start`` skips the first ones of that
+    choice. From a stream of shards they are the first ones. Unreadable images are skipped. If they take at most
+    ``KEPT`` bytes, they are read once and kept.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class ImageBatches:
         if count < 1:
             raise DataError(f"at least 1 image is needed, not {count}")
         if len(source) <= start:
-            raise DataError(f"there are {len(source)} images, which is too few; more than {start} are needed")
+            raise DataError(f"there are only {len(source)} images; more than {start} are needed")
         self.count, self.start = min(count, len(source) - start), start
         chosen: Source | Stream = source
         if not isinstance(source, Stream):
@@ -64,7 +64,7 @@ class ImageBatches:
         return iter(self._kept) if self._kept is not None else self._read()
 
     def _read(self) -> Iterator[Tensor]:
-        """Yield whole batches, and what is left at the end; ``DataError`` if no image can be read."""
+        """Yield full batches and the rest at the end; ``DataError`` if no image can be read."""
         rest: Tensor | None = None
         for images in self._readable():
             rest = images if rest is None else torch.cat([rest, images])
@@ -77,7 +77,7 @@ class ImageBatches:
             yield rest
 
     def _readable(self) -> Iterator[Tensor]:
-        """Yield the images that can be read, as many at once as come."""
+        """Yield the readable images of each batch."""
         skip, left = self._skip, self.count
         for batch in self._batches:
             images = batch.images[batch.targets != NOTHING]
@@ -94,7 +94,7 @@ class ImageBatches:
 class LabelledBatches:
     """Batches (images (B, C, H, W), labels (B,)) of ``count`` images or, if there are fewer, of all.
 
-    The classes have their part of them. Of a stream they are the first ones. Images that cannot be read are left out.
+    The classes are in proportion. From a stream they are the first ones. Unreadable images are skipped.
     """
 
     def __init__(

@@ -15,7 +15,7 @@ from hetdpt.data.table import FORMS
 SPLITS = {"train": ("train", "training"), "val": ("val", "validation", "valid", "eval", "test")}
 """What a split may be called, the best name first."""
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
-"""What counts as an image, as in torchvision; timm by itself would pass over all but the first three."""
+"""What counts as an image, as in torchvision; by default timm would skip all but the first three."""
 
 
 def choose_split(found: list[str], split: str, where: str) -> str:
@@ -51,7 +51,7 @@ def open_folder(name: str, split: str, root: Path | None, download: bool) -> Lis
             f"{', '.join(EXTENSIONS)}"
         ) from None
     if "" in reader.class_to_idx:
-        raise DataError(f"{place} has images beside its class folders, for example {_image_in(place, reader)}")
+        raise DataError(f"{place} has images outside its class folders, for example {_image_in(place, reader)}")
     _check_no_class_is_empty(place, set(reader.class_to_idx))
     labels = [label for _, label in reader.samples]
     return Listed(tuple(reader.class_to_idx), labels, partial(_read, reader), partial(_name, reader))
@@ -62,13 +62,13 @@ def _folders_in(folder: Path) -> list[str]:
 
 
 def _check_same_folders(place: Path, other: Path) -> None:
-    """Refuse splits with different classes, also if only one of them is read: a label is a place in their list."""
+    """Refuse splits with different classes, even if only one is read: a label is an index into their list."""
     mine, others = set(_folders_in(place)), set(_folders_in(other))
     different = sorted(mine ^ others)
     if mine and others and different:  # one without class folders is refused when it is read
         has, lacks = (place, other) if different[0] in mine else (other, place)
         raise DataError(
-            f"{has} has a class folder {different[0]} but {lacks} has not; labels must mean the same in both"
+            f"{has} has a class folder {different[0]} but {lacks} does not; labels must mean the same in both"
         )
 
 
@@ -76,7 +76,7 @@ def _check_no_class_is_empty(place: Path, classes: set[str]) -> None:
     inner = _folders_in(place)
     is_flat = classes <= set(inner)
     if is_flat and (empty := sorted(set(inner) - classes)):
-        raise DataError(f"class folder {place / empty[0]} has no images; labels would not count it")
+        raise DataError(f"class folder {place / empty[0]} has no images; add some or remove the folder")
 
 
 def _image_in(place: Path, reader: Any) -> str:

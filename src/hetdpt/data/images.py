@@ -24,7 +24,7 @@ from hetdpt.data.views import in_mode, mode_of
 
 
 def open_images(name: str, *, root: Path | None = None, download: bool = False) -> Source | Stream:
-    """Return the images of the data called ``name``: those of its split ``train`` or, of a folder, all that are in it.
+    """Return the images of the data called ``name``: those of its split ``train`` or, for a folder, all images in it.
 
     For the names see ``open_data``. Folders inside a folder count as classes, but need not: neither must they be the
     same in all splits, nor must there be any.
@@ -51,7 +51,7 @@ def images_in(folder: Path) -> list[str]:
 
 
 def _images_below(folder: Path) -> Iterator[str]:
-    """Yield the images in ``folder`` and the folders in it, links too; hidden ones are passed over."""
+    """Yield the images in ``folder`` and its subfolders, links included; hidden ones are skipped."""
     for place, folders, files in os.walk(folder, followlinks=True):
         folders[:] = [inner for inner in folders if not inner.startswith(".")]
         for file in files:
@@ -78,20 +78,20 @@ def picture_files(names: Sequence[str | Path], first: int) -> list[Path]:
 
 
 def prepared(files: Sequence[Path], preprocessing: Preprocessing) -> Tensor:
-    """Return the images in ``files`` as a model wants them, (B, C, H, W)."""
+    """Return the images in ``files`` as the model expects them, (B, C, H, W)."""
     transform, mode = evaluation_transform(preprocessing), mode_of(preprocessing)
     views = []
     for file in files:
         try:
             views.append(transform(in_mode(decode(file.open("rb")), mode)))
         except FileNotFoundError:
-            raise DataError(f"{file} is not there; an image, or a folder of images, was expected") from None
-        except Exception as error:  # PIL raises many classes on what is no image
+            raise DataError(f"{file} does not exist; give an image or a folder of images") from None
+        except Exception as error:  # PIL raises many classes on files that are not images
             raise DataError(f"{file} cannot be read as an image: {first_line(error)}") from None
     return torch.stack(views)
 
 
 def as_seen(images: Tensor, preprocessing: Preprocessing) -> Any:
-    """Return what a model is given, (B, C, H, W), as pictures (B, H, W, C) of numbers from 0 to 1, as an array."""
+    """Return a model's input (B, C, H, W) as an array of pictures (B, H, W, C) with values from 0 to 1."""
     mean, std = (images.new_tensor(each).view(-1, 1, 1) for each in (preprocessing.mean, preprocessing.std))
     return (images * std + mean).clamp(0, 1).permute(0, 2, 3, 1).numpy(force=True)

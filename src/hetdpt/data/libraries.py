@@ -16,7 +16,7 @@ from hetdpt.data.listed import Listed, decode
 from hetdpt.data.subset import balanced_order
 
 CACHE = Path("~/.cache/hetdpt/data")
-"""Where torchvision's datasets lie if no root is given."""
+"""Where torchvision's datasets are if no root is given."""
 
 
 def open_torch(name: str, split: str, root: Path | None, download: bool) -> Listed:
@@ -27,13 +27,13 @@ def open_torch(name: str, split: str, root: Path | None, download: bool) -> List
     timm_split = "train" if split == "train" else "validation"
     try:
         dataset = create_dataset(f"torch/{name}", root=str(place), split=timm_split, download=download)
-    except Exception as error:  # torchvision has no class of its own for what is missing or cannot be fetched
-        hint = "" if download else " (allow the download, or give the root in which it lies)"
+    except Exception as error:  # torchvision has no exception class for missing data or failed downloads
+        hint = "" if download else " (allow the download, or give the root that contains it)"
         raise DataError(f"torch/{name} cannot be opened in {place}: {first_line(error)}{hint}") from None
     classes: Any = getattr(dataset, "classes", None)
     labels = np.asarray(getattr(dataset, "targets", ())).tolist()
     if not labels or not classes or not isinstance(labels[0], int):
-        raise DataError(f"torch/{name} does not give one class per image; a folder of its images will do")
+        raise DataError(f"torch/{name} does not have one class per image; use a folder of its images instead")
     names = tuple(", ".join(words) if isinstance(words, tuple) else str(words) for words in classes)
     return Listed(names, labels, partial(_read_torch, dataset), f"image {{}} of torch/{name} {split}".format)
 
@@ -44,7 +44,7 @@ def open_hfds(name: str, split: str, root: Path | None, download: bool) -> Liste
         import datasets
     except ImportError:
         raise DataError(f"hfds/{name} needs the package datasets; pip install hetdpt[data]") from None
-    from timm.data.readers.reader_hfds import ReaderHfds  # create_reader would write the name in lower case
+    from timm.data.readers.reader_hfds import ReaderHfds  # create_reader would lowercase the name
 
     cache = str(root) if root else None
     try:
@@ -62,13 +62,13 @@ def open_hfds(name: str, split: str, root: Path | None, download: bool) -> Liste
 
 
 def _column(name: str, features: dict[str, Any], usual: str, kind: str) -> str:
-    """Return the column of the ``kind`` wanted: the one with the usual name, or the only one."""
+    """Return the column of type ``kind``: the one with the usual name, or the only one."""
     found = [column for column, feature in features.items() if type(feature).__name__ == kind]
     if usual in found:
         return usual
     if len(found) != 1:
         raise DataError(
-            f"hfds/{name} has no one column of type {kind}, which {usual}s need; its columns are "
+            f"hfds/{name} does not have exactly one column of type {kind} for its {usual}s; its columns are "
             f"{', '.join(f'{column} ({type(feature).__name__})' for column, feature in features.items())}"
         )
     return found[0]
@@ -91,7 +91,7 @@ VAL_FRACTION = 0.2
 
 
 def open_digits(name: str, split: str, root: Path | None, download: bool) -> Listed:
-    """Return four fifths of each digit (``train``), or the others (``val``); always the same ones."""
+    """Return four fifths of each digit (``train``) or the rest (``val``), always the same ones."""
     from sklearn.datasets import load_digits
 
     digits = load_digits()

@@ -1,4 +1,4 @@
-"""A split as a list: labels that are known beforehand, images that are read by their number."""
+"""A split as a list: labels that are known in advance, images that are read by index."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Listed:
 
 @contextmanager
 def reading(name: str) -> Iterator[None]:
-    """Raise ``OSError`` for whatever goes wrong inside; ``name`` is what is read."""
+    """Turn any error inside into ``OSError``; ``name`` is what is read."""
     try:
         yield
     except OSError:
@@ -67,7 +67,7 @@ def decode(file: IO[bytes]) -> Image.Image:
     The pixels are in the order in which PIL reads them: an EXIF orientation is not applied, as in torchvision and timm.
     """
     with file, warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # PIL's, of what a camera wrote beside the pixels
+        warnings.simplefilter("ignore", UserWarning)  # PIL's, about metadata of cameras
         with Image.open(file) as image:
             image.load()
             return image
@@ -80,5 +80,5 @@ def decode_file(path: str) -> Image.Image:
 
 
 def hint_of_turning(image: Image.Image, size: tuple[int, int]) -> str:
-    """Return the likely reason if annotations are of the ``size`` (width, height) of the turned ``image``."""
+    """Return the likely reason if annotations have the ``size`` (width, height) of the rotated ``image``."""
     return " (the EXIF orientation of images is not applied)" if image.size == size[::-1] else ""

@@ -1,4 +1,4 @@
-"""What a split of a dataset promises, and the splits by the name of the data. Augments nothing, batches nothing."""
+"""The interface of a split of a dataset, and the splits of data by name. No augmentation, no batches."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hetdpt.data.table import source_of
 
 
 class Source(Protocol):
-    """One split: images with labels, read one by one when they are asked for."""
+    """One split: images with labels, each read when it is accessed."""
 
     @property
     def num_classes(self) -> int: ...
@@ -37,12 +37,12 @@ class Source(Protocol):
         """Return all labels, without decoding an image."""
 
     def name_of(self, index: int) -> str:
-        """Return the file of an image, or what stands for it, for messages."""
+        """Return the file of an image, or a description of it, for messages."""
 
 
 @dataclass(frozen=True)
 class Data:
-    """The splits of a dataset that were asked for; their labels mean the same."""
+    """The requested splits of a dataset; their labels mean the same."""
 
     name: str
     train: Source | Stream | None
@@ -51,18 +51,18 @@ class Data:
 
     @cached_property
     def identity(self) -> dict[str, Any]:
-        """What tells this data apart from other data, wherever it is stored, as plain JSON; no image is read."""
+        """What identifies this data, wherever it is stored, as plain JSON; no image is read."""
         images = [len(split) if split is not None else None for split in (self.train, self.val)]
         return {"classes": self.num_classes, "images": images, "names": _checksum(self)}
 
     def facts(self, workers: int | None = None) -> dict[str, Any]:
-        """Return what a run that was begun with this data is to be continued with, as plain JSON.
+        """Return what must be the same when a run with this data is resumed, as plain JSON.
 
-        ``workers`` are those that read images to train on. They share out the shards of a stream, and so decide the
-        order of its images; of other data they decide nothing.
+        ``workers`` are the processes that read training images. They divide the shards of a stream and so determine the
+        order of its images; for other data they make no difference.
         """
-        known = {"data": self.identity}
-        return known | {"workers": workers} if isinstance(self.train, Stream) and workers is not None else known
+        facts = {"data": self.identity}
+        return facts | {"workers": workers} if isinstance(self.train, Stream) and workers is not None else facts
 
 
 def _checksum(data: Data) -> str:
@@ -83,7 +83,7 @@ def _checksum(data: Data) -> str:
 def open_data(
     name: str, *, splits: tuple[str, ...] = ("train", "val"), root: Path | None = None, download: bool = False
 ) -> Data:
-    """Return the splits of the data called ``name``; ``splits`` are of ``train`` and ``val``.
+    """Return the splits of the data called ``name``; ``splits`` are ``train``, ``val`` or both.
 
     ``name`` is one of the forms in :mod:`hetdpt.data.table`. ``root`` is where a library keeps its datasets, or the
     folder that a relative path starts from; ``download`` lets torchvision download missing data.
@@ -118,7 +118,7 @@ def check_same_classes(name: str, classes: Sequence[tuple[str, ...]]) -> None:
 
 
 def check_classes(data_classes: int, model_classes: int) -> None:
-    """Refuse data whose number of classes is not that of the model's head.
+    """Raise ``DataError`` if the data does not have as many classes as the model's head.
 
     >>> check_classes(10, 10)
     """

@@ -1,4 +1,4 @@
-"""Shards of webdataset, read from front to back as timm does it."""
+"""Webdataset shards, read sequentially as timm does, and their batches."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Stream:
-    """One split in shards, whose images have an order but no numbers.
+    """One split in shards, whose images have an order but no indices.
 
-    What follows from that: no subset, no repeats, no fixed views. Which images come in which order depends on the
-    numbers of processes and workers, and is the same for the same numbers. An epoch of training is rounded up to
-    whole batches of every worker. timm drops an unreadable image with a line in the log; its name is not known here.
+    So there are no subsets, repeats or fixed views. The order of the images depends on the numbers of processes and
+    workers, and is the same for the same numbers. A training epoch is rounded up to full batches of every worker. timm
+    drops an unreadable image with a line in the log; its name is not known here.
     """
 
     folder: Path
@@ -62,8 +62,8 @@ class Stream:
     def evaluation_images(self, mode: str, rank: int, world: int) -> Any:
         """Return timm's dataset of every ``world``-th shard, each image once.
 
-        The reader is made to believe that it is alone with these shards: by itself it would show some images twice
-        to give every process the same number.
+        The reader gets only these shards, as if there were one process: otherwise it would repeat some images to give
+        every process the same number.
         """
         images = self._images(mode, is_training=False, batch_size=1, seed=0)
         images.reader.dist_rank, images.reader.dist_num_replicas = 0, 1
@@ -84,7 +84,7 @@ class Stream:
             split=self.split,
             is_training=is_training,
             batch_size=batch_size,
-            input_img_mode="",  # as they are: timm's own change of mode would make grey of 16 bits white
+            input_img_mode="",  # no conversion: timm's own would turn 16-bit grey into white
             transform=partial(in_mode, mode=mode),
             seed=seed,
         )
@@ -104,15 +104,15 @@ class StreamViews(IterableDataset[tuple[Tensor, int]]):
                 with seeded(*self.entropy, worker.id if worker else 0, count):
                     view = self.transform(image)
             except OSError as error:  # too thin
-                log.warning("an image of the stream is left out: %s", error)
+                log.warning("an image of the stream is skipped: %s", error)
                 continue
             yield view, label
 
 
 def open_wds(name: str, split: str, root: Path | None, download: bool) -> Stream:
-    """Return a split of the shards in a folder, as its ``_info.json`` tells.
+    """Return a split of the shards in a folder, as described in its ``_info.json``.
 
-    That is timm's file, with ``splits``, and beside it ``num_classes`` or ``classes`` (names), which timm does not
+    That is timm's file with ``splits``, and in addition ``num_classes`` or ``classes`` (names), which timm does not
     need.
     """
     try:
@@ -128,11 +128,11 @@ def open_wds(name: str, split: str, root: Path | None, download: bool) -> Stream
         shards, lengths = tuple(facts["filenames"]), tuple(int(length) for length in facts["shard_lengths"])
     except (KeyError, TypeError, ValueError) as error:
         raise DataError(
-            f"{folder / INFO} lacks something: num_classes and, in each split, filenames and shard_lengths were "
-            f"expected ({type(error).__name__}: {error})"
+            f"{folder / INFO} is incomplete; expected num_classes and, in each split, filenames and shard_lengths "
+            f"({type(error).__name__}: {error})"
         ) from None
     if missing := [shard for shard in shards if not (folder / shard).is_file()]:
-        raise DataError(f"{folder / INFO} names {len(missing)} shards that are not there, for example {missing[0]}")
+        raise DataError(f"{folder / INFO} lists {len(missing)} shards that do not exist, for example {missing[0]}")
     return Stream(folder, chosen, tuple(map(str, classes)), shards, lengths)
 
 
@@ -140,7 +140,7 @@ def _info(folder: Path) -> dict[str, Any]:
     try:
         info = parse_json((folder / INFO).read_text(encoding="utf-8"))
     except OSError:
-        raise DataError(f"there is no {folder / INFO}, which says what is in the shards") from None
+        raise DataError(f"{folder / INFO}, which describes the shards, does not exist") from None
     except ValueError as error:
         raise DataError(f"{folder / INFO} is not JSON: {first_line(error)}") from None
     if not isinstance(info, dict) or not isinstance(info.get("splits"), dict):
@@ -149,7 +149,7 @@ def _info(folder: Path) -> dict[str, Any]:
 
 
 class StreamTraining:
-    """Whole batches of random views; an epoch begun in its middle reads what it leaves out."""
+    """Full batches of random views; an epoch resumed in its middle reads the skipped images too."""
 
     def __init__(
         self,
@@ -163,7 +163,7 @@ class StreamTraining:
             raise DataError(f"{share.world} processes need as many shards, but there are {len(stream.shards)}")
         self._stream, self._transform, self._mode = stream, transform, mode_of(preprocessing)
         self._batch_size, self._seed, self._share = loading.batch_size, loading.seed, share
-        self._workers = min(loading.workers, len(stream.shards) // share.world)  # one without a shard would end at once
+        self._workers = min(loading.workers, len(stream.shards) // share.world)  # each has a shard
         self._length = len(self._views(0).images) // loading.batch_size
 
     def __len__(self) -> int:
@@ -181,8 +181,8 @@ class StreamTraining:
             yield batch
         if count != self._length:
             raise DataError(
-                f"{self._stream.folder} gave {count} batches of {self._stream.split}, not the {self._length} that its "
-                "shards promise; the log names what could not be read"
+                f"{self._stream.folder} has {count} batches of {self._stream.split}, not {self._length} as _info.json "
+                "says; the log lists what could not be read"
             )
 
     def _views(self, epoch: int) -> StreamViews:
@@ -194,7 +194,7 @@ class StreamTraining:
 
 
 class StreamEvaluation:
-    """Every image once, in the same number of whole batches for each process, filled up with zeros of label -1.
+    """Every image once, in the same number of full batches for each process, padded with zeros of label -1.
 
     Unreadable images, whose names are not known here, are named by their split with the last batch.
     """
@@ -228,7 +228,7 @@ class StreamEvaluation:
             is_last = number == self._length - 1
             yield replace(batch, unreadable=self._unreadable(missing)) if is_last else batch
         if missing < 0 or next(batches, None) is not None:
-            raise DataError(f"{self._where} has more images than its shards promise; correct its _info.json")
+            raise DataError(f"{self._where} has more images than its _info.json says; correct that file")
 
     def _unreadable(self, count: int) -> tuple[str, ...]:
         return tuple(f"{self._where}, unreadable {n} of process {self._share.rank}" for n in range(1, count + 1))
@@ -258,12 +258,12 @@ def _load(
     )
     for batch in loader:
         if isinstance(batch, DataError):
-            raise DataError(*batch.args)  # raised itself, it would hold this frame and the workers
+            raise DataError(*batch.args)  # raising the object itself would keep this frame and the workers alive
         yield batch
 
 
 def _collate(num_classes: int, batch_size: int, samples: list[Sample]) -> Batch | DataError:
-    """Return a batch filled up to its size; or the error, which the main process raises."""
+    """Return a batch padded to its size, or the error, which the main process raises."""
     views, labels = [view for view, _ in samples], [label for _, label in samples]
     try:
         for label in labels:

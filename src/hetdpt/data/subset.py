@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # sources needs balanced_order for the demo set
 
 @dataclass(frozen=True)
 class Subset:
-    """The images of ``source`` with these indices, which are its own 0, 1, ..."""
+    """The images of ``source`` with these indices, numbered 0, 1, ... here."""
 
     source: Source
     indices: tuple[int, ...]
@@ -50,13 +50,13 @@ class Subset:
 def subset(
     source: Source | Stream, *, fraction: float | None = None, per_class: int | None = None, seed: int = 0
 ) -> Source:
-    """Return a fraction of the images, or so many of each class; the same ones for the same seed.
+    """Return a fraction of the images, or ``per_class`` of each class; the same ones for the same seed.
 
-    A fraction takes from every class in proportion, and holds every smaller fraction of the same seed. Neither given
-    means all images.
+    A fraction has the classes in proportion and contains every smaller fraction of the same seed. Without either, all
+    images are returned.
     """
     if isinstance(source, Stream):
-        raise DataError("a stream of shards has no subset, because its images have no numbers; name fewer shards")
+        raise DataError("a stream of shards has no subsets, because its images have no indices; list fewer shards")
     require_part(fraction, per_class)
     labels = source.targets()
     if per_class is not None:
@@ -68,7 +68,7 @@ def subset(
 
 
 def require_part(fraction: float | None, per_class: int | None) -> None:
-    """Raise ``DataError`` if no data can have such a part."""
+    """Raise ``DataError`` if the fraction or the count per class makes no sense."""
     if fraction is not None and per_class is not None:
         raise DataError(f"a subset is a fraction ({fraction}) or a count per class ({per_class}), not both")
     if fraction is not None and not 0 < fraction <= 1:
@@ -78,9 +78,9 @@ def require_part(fraction: float | None, per_class: int | None) -> None:
 
 
 def balanced_order(labels: Sequence[int], seed: int) -> list[int]:
-    """Return the indices in a random order of which every beginning has the classes in proportion.
+    """Return the indices in a random order in which every prefix has the classes in proportion.
 
-    The i-th of the n images of a class, in a random order, stands at the share (i + 1/2) / n of the whole.
+    The i-th of the n images of a class, in a random order, is placed at the fraction (i + 1/2) / n of the whole.
     """
     sizes, seen, places = Counter(labels), Counter[int](), {}
     order = _random_order(len(labels), seed)
@@ -88,7 +88,7 @@ def balanced_order(labels: Sequence[int], seed: int) -> list[int]:
         label = labels[index]
         places[index] = (seen[label] + 0.5) / sizes[label]
         seen[label] += 1
-    return sorted(order, key=places.__getitem__)  # stable: those at one place stay in random order
+    return sorted(order, key=places.__getitem__)  # stable: ties stay in random order
 
 
 def _first_of_each(labels: Sequence[int], count: int, seed: int) -> list[int]:
@@ -112,18 +112,18 @@ def _check_enough(classes: tuple[str, ...], labels: Sequence[int], per_class: in
     label = min(range(len(classes)), key=sizes.__getitem__)
     if sizes[label] < per_class:
         raise DataError(
-            f"class {classes[label]} has only {sizes[label]} images, so {per_class} per class cannot be taken; "
-            f"at most {sizes[label]} can"
+            f"class {classes[label]} has only {sizes[label]} images, fewer than {per_class} per class; use at most "
+            f"{sizes[label]}"
         )
 
 
-HELD_OUT = 5  # the part of training images that is held out is one in so many
+HELD_OUT = 5  # one of this many training images is held out
 
 
 def hold_out(data: Data) -> Data:
-    """Return ``data`` with a fifth of its training images, of each class, as the images to measure on.
+    """Return ``data`` with a fifth of the training images of each class as the images to measure on.
 
-    Of a class of several images one at least is held out, and one stays.
+    Of a class with several images at least one is held out and one is kept.
 
     >>> from hetdpt.data.sources import open_data
     >>> data = hold_out(open_data("demo"))
@@ -132,8 +132,8 @@ def hold_out(data: Data) -> Data:
     """
     if data.train is None or isinstance(data.train, Stream):
         raise DataError(
-            "samples of accuracy are measured on training images that are held out, which cannot be taken from a "
-            "stream of shards; collect samples beforehand, and give --samples"
+            "samples of accuracy are measured on held-out training images, which a stream of shards cannot provide; "
+            "collect samples from other data first and pass them with --samples"
         )
     labels = data.train.targets()
     left = {label: max(round(count / HELD_OUT), 1) if count > 1 else 0 for label, count in Counter(labels).items()}

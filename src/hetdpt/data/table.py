@@ -1,4 +1,4 @@
-"""Where data can come from, one row per source; errors and the help of the command line are made of it. No torch.
+"""The sources of data, one row each; errors and the command line's help are derived from it. No torch.
 
 A new source is a row here and a function ``open_...(name, split, root, download)`` that returns a split of it.
 """
@@ -18,7 +18,7 @@ class DataSource:
     """One source of data."""
 
     prefix: str
-    """How the names of its data begin; what follows is handed to ``open``."""
+    """How the names of its data begin; the rest is passed to ``open``."""
     form: str
     """How a name is shown in help and errors."""
     about: str
@@ -27,7 +27,7 @@ class DataSource:
     """The function that opens a split of it, in ``hetdpt.data``; imported when it is needed."""
 
     def matches(self, name: str) -> bool:
-        """Whether ``name`` is of this source: its prefix and more, or its prefix alone if that is all there is."""
+        """Whether ``name`` belongs to this source: the prefix and a name, or the prefix alone if that is its form."""
         return name.startswith(self.prefix) and (len(name) > len(self.prefix)) == (self.form != self.prefix)
 
     @property

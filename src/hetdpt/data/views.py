@@ -57,7 +57,7 @@ Batch = ViewBatch[Tensor]
 
 @dataclass(frozen=True)
 class Share:
-    """Which part of every batch is this process's: that of its rank among ``world`` processes."""
+    """This process's part of every batch: that of its rank among ``world`` processes."""
 
     rank: int = 0
     world: int = 1
@@ -85,18 +85,18 @@ class Loading:
 
 
 def check_label(label: int, num_classes: int, name: str) -> None:
-    """Refuse a label that is none of the classes; ``name`` says whose it is."""
+    """Raise ``DataError`` for a label outside the classes; ``name`` is the image."""
     if not 0 <= label < num_classes:
         raise DataError(f"{name} has label {label} but there are {num_classes} classes, 0-{num_classes - 1}")
 
 
 TRIES = 20
-"""After so many unreadable images in a row, training stops."""
+"""Training stops after this many unreadable images in a row."""
 
 
 @dataclass(frozen=True)
 class Key:
-    """One view: the index of the image, and what seeds its transform (nothing for one without chance)."""
+    """One view: the index of the image, and what seeds its transform (nothing if it is not random)."""
 
     index: int
     entropy: tuple[int, ...] = ()
@@ -111,7 +111,7 @@ class Pictures(Protocol):
         """Return the decoded image and what is known of it; ``OSError`` if it cannot be read."""
 
     def name_of(self, index: int) -> str:
-        """Return the file of an image, or what stands for it, for messages."""
+        """Return the file of an image, or a description of it, for messages."""
 
 
 class Preparation(Protocol):
@@ -121,16 +121,16 @@ class Preparation(Protocol):
         """Return the view of one image and its target; ``OSError`` if it would take too much memory."""
 
     def blank(self) -> Any:
-        """Return what stands for an image that is not there."""
+        """Return the placeholder for a missing image."""
 
     def batch(self, views: Sequence[Any], indices: Tensor, unreadable: tuple[str, ...]) -> Any:
         """Return the views as one batch."""
 
 
 class Views(Dataset[Any]):
-    """Pictures whose items are batches of views, asked for by their keys.
+    """Pictures whose items are batches of views, by their keys.
 
-    ``is_replaced``: an unreadable image gives way to the next readable one; else it is left blank.
+    ``is_replaced``: an unreadable image is replaced by the next readable one; otherwise it is left blank.
     """
 
     def __init__(self, source: Pictures, preparation: Preparation, *, is_replaced: bool) -> None:
@@ -138,7 +138,7 @@ class Views(Dataset[Any]):
         self._tries = min(TRIES, len(source)) if is_replaced else 1
 
     def __getitems__(self, keys: list[Key]) -> Any:
-        """Return a batch, or the error: raised in a worker, its sentence would drown in a traceback."""
+        """Return a batch, or the error: raised in a worker, its message would be lost in a traceback."""
         unreadable: list[str] = []
         try:
             views = [self._view(key, unreadable) for key in keys]
@@ -147,7 +147,7 @@ class Views(Dataset[Any]):
         return self._preparation.batch(views, torch.tensor([key.index for key in keys]), tuple(unreadable))
 
     def _view(self, key: Key, unreadable: list[str]) -> Any:
-        """Return the view of a key; adds to ``unreadable`` what could not be read on the way."""
+        """Return the view of a key; files that could not be read are added to ``unreadable``."""
         failed = []
         for step in range(self._tries if key.index != NOTHING else 0):
             index = (key.index + step) % len(self._source)
@@ -168,7 +168,7 @@ class Views(Dataset[Any]):
 
 
 class Labelled:
-    """The preparation of images with labels: transformed, as many channels as the model takes; -1 for no image."""
+    """Prepares images with labels: transformed, with the channels that the model takes; -1 for no image."""
 
     def __init__(self, preprocessing: Preprocessing, transform: Transform, num_classes: int) -> None:
         self._mode, self._size = mode_of(preprocessing), preprocessing.input_size
@@ -198,19 +198,19 @@ class Loader:
             persistent_workers=workers > 0,
             collate_fn=_as_it_is,
             pin_memory=torch.cuda.is_available(),
-            generator=torch.Generator(),  # else it draws from the global one
+            generator=torch.Generator(),  # otherwise it draws from the global one
         )
 
     def load(self, batches: Iterable[list[Key]]) -> Iterator[Any]:
         self._order.batches = batches
         for batch in self._loader:
             if isinstance(batch, DataError):
-                raise DataError(*batch.args)  # raised itself, it would hold this frame and the workers
+                raise DataError(*batch.args)  # raising the object itself would keep this frame and the workers alive
             yield batch
 
 
 class _Order:
-    """A batch sampler that is told anew each time what to yield."""
+    """A batch sampler whose batches are set before each iteration."""
 
     batches: Iterable[list[Key]] = ()
 
@@ -219,15 +219,15 @@ class _Order:
 
 
 def mode_of(preprocessing: Preprocessing) -> str:
-    """Return what PIL calls images with the channels that the model takes."""
+    """Return PIL's mode for images with the channels that the model takes."""
     return "L" if preprocessing.input_size[0] == 1 else "RGB"
 
 
 def in_mode(image: Image, mode: str) -> Image:
-    """Return ``image`` in ``mode``, grey or colours of 8 bits; of grey with 16 bits the upper 8 count.
+    """Return ``image`` in ``mode``, grey or colour of 8 bits; of 16-bit grey the upper 8 bits are used.
 
-    PIL keeps such grey in its modes I;16 and I, and by itself would make everything above 255 white. Floats of at most
-    1 are parts of white; PIL would make all of them black.
+    PIL stores such grey in its modes I;16 and I, and would turn everything above 255 into white. Floats of at most 1
+    are fractions of white; PIL would turn all of them into black.
 
     >>> in_mode(fromarray(np.array([[0, 25700, 65535]], dtype=np.uint16)), "L").getpixel((1, 0))
     100
@@ -240,7 +240,7 @@ def in_mode(image: Image, mode: str) -> Image:
     elif image.mode == "F" and np.max(pixels := np.nan_to_num(np.asarray(image))) <= 1:
         image = fromarray((np.clip(pixels, 0, 1) * 255).astype(np.uint8))
     elif image.mode == "P" and isinstance(image.info.get("transparency"), bytes):
-        image = image.convert("RGBA")  # PIL warns of the direct way
+        image = image.convert("RGBA")  # PIL warns about converting directly
     return image.convert(mode)
 
 

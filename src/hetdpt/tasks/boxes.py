@@ -31,7 +31,7 @@ PROBES = 20
 
 
 def open_boxes(name: str, *, splits: tuple[str, ...] = ("train", "val")) -> AnnotatedData:
-    """Return the splits of the data called ``name``; ``splits`` are of ``train`` and ``val``.
+    """Return the splits of the data called ``name``; ``splits`` are ``train``, ``val`` or both.
 
     ``name`` is a folder in COCO's layout (``train2017/``, ``annotations/instances_train2017.json`` and the like), one
     file of annotations, which then is every split that is asked for, or ``shapes``: drawn images that come with hetdpt.

@@ -32,7 +32,7 @@ class MaskAugmentation:
     scale: tuple[float, float] = (0.5, 2.0)
     """Least and largest size of the image, as a part of the size at which it just fits on the canvas."""
     hflip: float = 0.5
-    """Probability that left and right change places."""
+    """Probability of a horizontal flip."""
     distortion: float = 0.5
     """Probability of each change of brightness, contrast, saturation and hue."""
 
@@ -41,7 +41,7 @@ class MaskAugmentation:
             if not 0 <= getattr(self, name) <= 1:
                 raise DataError(f"{name} is a probability from 0 to 1, not {getattr(self, name)}")
         if not 0 < self.scale[0] <= self.scale[1]:
-            raise DataError(f"scale is two rising numbers above 0, not {self.scale}")
+            raise DataError(f"scale is two increasing numbers above 0, not {self.scale}")
 
 
 class MaskView(AnnotatedView):
