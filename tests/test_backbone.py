@@ -171,7 +171,7 @@ def test_merging_leaves_the_maps_that_are_answered_with() -> None:
     before = maps_of(model, images)
     assert distance(maps_of(hetdpt.merge_(model), images), before) < ROUNDING
     classifier = calibrate_(VIT.build(), Plan((1,), (), removal="calibrated"), [VIT.images(8)])
-    with pytest.raises(ModelError, match="what replaced attention 1 into block 0, whose map is another one now"):
+    with pytest.raises(ModelError, match="the replacement of attention 1 into block 0, which changes its map"):
         as_features(hetdpt.merge_(classifier), (0, 1))
 
 

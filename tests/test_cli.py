@@ -434,7 +434,7 @@ def test_a_huggingface_directory_without_whole_weights(run: Run, hf: str, tmp_pa
 
 
 def test_a_saved_model_brings_its_own_sizes(run: Run, saved: Path, plan: Path, weights: Path, tmp_path: Path) -> None:
-    text = f"{saved} is a saved model and brings its own weights and sizes; leave out"
+    text = f"{saved} is a saved model with its own weights and sizes; leave out"
     run("inspect", saved, "--num-classes", 7).is_refused(f"{text} num_classes")
     options = ("--weights", weights, "--img-size", 32)
     run("apply", saved, "--plan", plan, "--out", tmp_path / "out", *options).is_refused(f"{text} weights, img_size")
@@ -445,7 +445,7 @@ def test_a_directory_without_a_recipe(run: Run, tmp_path: Path) -> None:
     run("inspect", tmp_path).is_refused(text)
     run("export", tmp_path, "--out", tmp_path / "model.onnx").is_refused(text)
     run("push", tmp_path, "someone/pruned").is_refused(
-        f"{tmp_path} holds no hetdpt.json; save the model with hetdpt.save first"
+        f"{tmp_path} has no hetdpt.json; save the model with hetdpt.save first"
     )
     assert list(tmp_path.iterdir()) == []
 

@@ -63,9 +63,7 @@ def test_a_saved_model_in_a_folder_of_that_name_is_not_passed_over_in_silence(
 
 
 def test_the_model_brings_its_own_sizes() -> None:
-    with pytest.raises(
-        ModelError, match="demo is a saved model and brings its own weights and sizes; leave out img_size"
-    ):
+    with pytest.raises(ModelError, match="demo is a saved model with its own weights and sizes; leave out img_size"):
         open_model(DEMO, img_size=32)
 
 

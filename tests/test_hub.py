@@ -179,7 +179,7 @@ def test_a_name_the_hub_cannot_have_is_refused(saved: Path) -> None:
 
 
 def test_what_is_no_saved_model_is_not_pushed(tmp_path: Path) -> None:
-    text = f"{tmp_path} holds no hetdpt.json; save the model with hetdpt.save first"
+    text = f"{tmp_path} has no hetdpt.json; save the model with hetdpt.save first"
     with pytest.raises(FileError, match=f"^{re.escape(text)}$"):
         push_to_hub(tmp_path, "someone/pruned")
 

@@ -611,9 +611,7 @@ def test_calibrated_removal_and_a_model_that_is_pruned_already(folder: Path, tmp
 def test_bad_input_is_one_sentence(run: Run, folder: Path, tmp_path: Path) -> None:
     image, out = folder / "pictures" / "0.png", tmp_path / "maps.png"
     command = ("explain", folder / "dense", "--image")
-    run(*command, "cat.jpg", "--out", out).is_refused(
-        "cat.jpg does not exist; give an image or a folder of images"
-    )
+    run(*command, "cat.jpg", "--out", out).is_refused("cat.jpg does not exist; give an image or a folder of images")
     run(*command, image, "--class", -1, "--out", out).is_refused("got class -1, but this model has the classes 0-9")
     run(*command, image, "--class=--1", "--out", out).is_refused(
         "the names of this model's classes are not known; give the number of a class, not '--1'"

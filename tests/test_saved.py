@@ -236,7 +236,7 @@ class TestDamage:
         values = read_sealed_json(saved / "hetdpt.json")
         del values["plan"]
         write_sealed_json(saved / "hetdpt.json", values)
-        with pytest.raises(FileError, match="is no recipe of hetdpt.save"):
+        with pytest.raises(FileError, match="is not a recipe of hetdpt.save"):
             hetdpt.load(saved)
 
 

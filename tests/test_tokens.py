@@ -142,7 +142,7 @@ def test_a_number_of_tokens_may_be_any() -> None:
 def test_a_saved_model_says_all_of_its_tokens(tokens: Any, model: nn.Module, tmp_path: Path) -> None:
     recipe = hetdpt.save(reduce_tokens_(model, Tokens("tome", 2)), tmp_path / "reduced") / RECIPE
     write_sealed_json(recipe, {**read_sealed_json(recipe), "tokens": tokens})
-    with pytest.raises(FileError, match="is no recipe of hetdpt.save"):
+    with pytest.raises(FileError, match="is not a recipe of hetdpt.save"):
         hetdpt.load(recipe.parent)
 
 

@@ -1,1 +1,1 @@
-"""Models as files: saved and loaded without pickle, exported to ONNX, shared through the hub."""
+"""Models as files: saved and loaded without pickle, exported to other runtimes, shared through the hub."""

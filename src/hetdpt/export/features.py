@@ -1,4 +1,4 @@
-"""A pruned model as timm's ``features_only`` has it: no head, and no block behind the last map asked for."""
+"""A pruned model as timm's ``features_only`` model: without a head and without blocks after the last requested map."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from hetdpt.surgery.resize import resurvey
 
 
 def as_features(model: nn.Module, layers: Sequence[int] | int = 3) -> nn.Module:
-    """Return timm's wrapper around a copy of ``model`` that answers with the maps of ``layers``, not normed.
+    """Return timm's wrapper around a copy of ``model`` that returns the maps of ``layers``, not normalised.
 
-    ``layers`` are numbers of blocks or stages, or how many of the last. The copy is around the same weights; it can be
-    pruned further, merged and saved as any model.
+    ``layers`` are numbers of blocks or stages, or how many of the last ones. The copy shares the weights; it can be
+    pruned further, merged and saved like any model.
     """
     if gates_of(model):
-        raise ModelError("this model has gates on its layers; call restore_(model) before")
+        raise ModelError("this model has gates on its layers; call restore_(model) first")
     net = feature_net(clone(model), layers)
     base = base_of(model)
-    asked = {"features_only": True, "feature_cls": "getter", "out_indices": list(net.out_indices)}
-    vars(net)[BASE] = replace(base, arguments={**base.arguments, **asked})
+    arguments = {"features_only": True, "feature_cls": "getter", "out_indices": list(net.out_indices)}
+    vars(net)[BASE] = replace(base, arguments={**base.arguments, **arguments})
     vars(net).update({name: vars(model)[name] for name in (SIZE, PREPROCESSING) if name in vars(model)})
     if record := record_of(model):
         is_plain = len(net.model.feature_info) == record.survey.anatomy.blocks
@@ -39,25 +39,25 @@ def as_features(model: nn.Module, layers: Sequence[int] | int = 3) -> nn.Module:
 
 
 def _require_whole(record: Record, blocks: Sequence[int]) -> None:
-    """Refuse maps of ``blocks`` that hold what belongs to the block behind them."""
+    """Raise ``ModelError`` if maps of ``blocks`` include a constant that belongs to the next block."""
     for block in blocks:
         if block + 1 in record.folded_constants:
             raise ModelError(
-                f"merging has put what replaced attention {block + 1} into block {block}, whose map is another one "
-                "now; merge with fold_constants=False before saving"
+                f"merging moved the replacement of attention {block + 1} into block {block}, which changes its map; "
+                "merge with fold_constants=False before saving"
             )
 
 
 def _shortened(record: Record, net: nn.Module) -> Record:
-    """Return ``record`` as far as the blocks of ``net`` go, of which it is the record then."""
+    """Return the record of ``net``: that of the model, limited to the blocks of ``net``."""
     size = record.survey.input_size
     dense = survey(build(base_of(net), is_empty=True), size)
     end = dense.anatomy.blocks
     paths = [f"model.{handle.site.path}" for handle in record.survey.handles if handle.site.block < end]
     if paths != [handle.site.path for handle in dense.handles]:
         raise ModelError(
-            f"built again from {base_of(net).name}, this model has other layers than it had; make it with "
-            "hetdpt.create, or ask for its maps by forward_intermediates"
+            f"rebuilt from {base_of(net).name}, this model has other layers than before; make it with hetdpt.create, "
+            "or get its maps with forward_intermediates"
         )
     found = resurvey(net, dense, size)
 

@@ -1,6 +1,6 @@
-"""Sharing: upload to the hub, and loading through ``timm.create_model`` where timm allows it.
+"""Upload to the hub, and loading through ``timm.create_model``.
 
-Importing this module registers the timm architecture ``hetdpt``, whose ``config.json`` lies beside every saved timm
+Importing this module registers the timm architecture ``hetdpt``, whose ``config.json`` is part of every saved timm
 model: ``timm.create_model("local-dir:DIR", pretrained=True)`` and ``"hf-hub:user/name"`` then work.
 """
 
@@ -30,13 +30,13 @@ def hetdpt(
 ) -> nn.Module:
     """Entry point of timm: the pruned model of a saved directory or hub repository, with or without its weights.
 
-    With ``features_only`` it answers with the maps of ``out_indices``.
+    With ``features_only`` it returns the maps of ``out_indices``.
     """
     if others:
         raise ModelError(f"a pruned model is built as it was saved; of timm's arguments, leave out {', '.join(others)}")
     made = SavedRecipe.from_dict(recipe, "config.json")
     if made.base.library != "timm":
-        raise ModelError(f"timm opens pruned models of timm, not {made.base.name}; open this one with hetdpt.load")
+        raise ModelError(f"timm only opens pruned models of timm, not {made.base.name}; open this one with hetdpt.load")
     model: Any = made.build(is_empty=False)
     try:
         if pretrained:
@@ -56,8 +56,8 @@ def push_to_hub(directory: str | Path, repo_id: str, *, private: bool = False, t
     from huggingface_hub import HfApi
 
     if not (Path(directory) / RECIPE).is_file():
-        raise FileError(f"{directory} holds no {RECIPE}; save the model with hetdpt.save first")
-    load(directory)  # what is damaged is not shared
+        raise FileError(f"{directory} has no {RECIPE}; save the model with hetdpt.save first")
+    load(directory)  # damaged files are not shared
     api = HfApi(token=token, library_name="hetdpt")
     try:
         repo = api.create_repo(repo_id, private=private, exist_ok=True)

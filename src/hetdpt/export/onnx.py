@@ -65,9 +65,9 @@ def open_file(path: Path) -> Callable[[Tensor], list[Tensor]]:
 
 
 def _drop_zeros_(model: Any) -> None:
-    """Take x + 0 out of a graph, which is what a removed branch leaves, and all that only led up to these zeros.
+    """Remove x + 0, which a removed branch leaves behind, and everything that only computes these zeros.
 
-    No runtime does it by itself while the batch is dynamic. Where the sum may have another shape than x it stays.
+    No runtime does this while the batch is dynamic. A sum that may have another shape than x stays.
     """
     from onnxscript.optimizer import remove_unused_nodes
 
@@ -86,10 +86,10 @@ def _drop_zeros_(model: Any) -> None:
 
 
 def _is_zero(node: Any, zeros: set[Any]) -> bool:
-    """Whether a node of the graph gives nothing but 0, given the values that are known to be."""
+    """Whether a node of the graph outputs only zeros, given the values that are known to be zero."""
     if node.op_type == "ConstantOfShape":
         filled = node.attributes.get("value")
         return filled is None or not filled.value.numpy().any()
-    if node.op_type == "Concat":  # with slices, what rolls an image
+    if node.op_type == "Concat":  # with slices, it rolls an image
         return zeros.issuperset(node.inputs)
     return node.op_type in REARRANGING and node.inputs[0] in zeros

@@ -1,8 +1,7 @@
-"""``save`` and ``load``: a directory that builds the same function again, with no pickle, no network and no base
-checkpoint.
+"""``save`` and ``load``: a directory from which the same model is rebuilt, without pickle, network or base checkpoint.
 
-``hetdpt.json`` says from what the model was built and what was done to it, ``model.safetensors`` holds its weights,
-``README.md`` is a model card. What cannot be built again is not saved.
+``hetdpt.json`` says what the model was built from and how it was changed, ``model.safetensors`` has its weights,
+``README.md`` is a model card. A model that cannot be rebuilt is not saved.
 """
 
 from __future__ import annotations
@@ -41,13 +40,13 @@ RECIPE, WEIGHTS, CARD, TIMM_CONFIG = "hetdpt.json", "model.safetensors", "README
 DEMO, DEMO_DIRECTORY = "demo", Path(__file__).parent / "demo_model"  # the model that comes with hetdpt
 FORMAT = 1
 LARGEST_SIDE, MOST_TENSORS = 2**14, 5000
-"""Pixels of a side, and tensors, that a file may say a model has."""
+"""Limits for the pixels of a side, and the number of tensors, in a file."""
 DTYPES = ("float32", "float16", "bfloat16", "float64")
 
 
 @dataclass(frozen=True)
 class SavedRecipe:
-    """How to build a saved model again, all but its weights."""
+    """How to rebuild a saved model, except for its weights."""
 
     base: Base
     plan: Plan
@@ -56,12 +55,12 @@ class SavedRecipe:
     input_size: tuple[int, int, int]
     dtype: str
     preprocessing: Preprocessing | None = None
-    """None where the model does not say what its images are to be."""
+    """None where the model does not specify it."""
     folded_constants: tuple[int, ...] = ()
     widths: Widths | None = None
     tokens: Tokens | None = None
     resized: tuple[int, int] | None = None
-    """Height and width of its images, where they were changed after it was built and ``base`` does not say so."""
+    """Height and width of its images, if they were changed after it was built and ``base`` does not say so."""
 
     @classmethod
     def of(cls, model: nn.Module, base: Base | None = None) -> SavedRecipe:
@@ -104,7 +103,7 @@ class SavedRecipe:
                 resized=_input_size((1, *sides))[1:] if (sides := values.get("resized")) is not None else None,
             )
         except (KeyError, TypeError, ValueError, IndexError, OverflowError, RecursionError) as error:
-            raise FileError(f"{name} is no recipe of hetdpt.save: {error!r} is wrong or missing") from None
+            raise FileError(f"{name} is not a recipe of hetdpt.save: {error!r} is wrong or missing") from None
 
     def build(self, is_empty: bool = True) -> nn.Module:
         """Return the pruned model; ``is_empty`` leaves its parameters without values."""
@@ -131,11 +130,11 @@ def save(
     overwrite: bool = False,
     notes: Mapping[str, str] | None = None,
 ) -> Path:
-    """Write ``model``, pruned or not, to ``directory`` and return its path; all of it appears at once.
+    """Write ``model``, pruned or not, to ``directory`` and return its path; the directory appears only when complete.
 
-    Before anything is written the model is built again from its own recipe and must compute the same; ``base`` says
-    how it was built where the model does not know (``hetdpt.Base("timm", name, {...})``). ``notes`` are further files,
-    by name, with the text in them; ``load`` does not read them.
+    First the model is rebuilt from its own recipe and must compute the same; ``base`` says how it was built where the
+    model does not know (``hetdpt.Base("timm", name, {...})``). ``notes`` are additional text files by name; ``load``
+    does not read them.
     """
     target, recipe = Path(directory), require_savable(model, base)
     with new_directory(target, RECIPE, overwrite) as scratch:
@@ -157,7 +156,7 @@ def save(
 
 
 def require_savable(model: nn.Module, base: Base | None = None) -> SavedRecipe:
-    """Return the recipe by which ``model`` is saved; ``ModelError`` where it does not lead back to the model."""
+    """Return the recipe by which ``model`` is saved; ``ModelError`` if the model cannot be rebuilt from it."""
     if gates_of(model):
         raise ModelError("this model has gates on its layers; call restore_(model) before saving it")
     recipe = SavedRecipe.of(model, base)
@@ -189,9 +188,9 @@ def with_weights(recipe: SavedRecipe, state: dict[str, Tensor], name: str) -> nn
 
 
 def saved_directory(name: str) -> Path | None:
-    """Return the directory in which the model called ``name`` is saved; None where a library knows that name.
+    """Return the directory in which the model called ``name`` is saved; None if it is a library's name.
 
-    ``demo`` is the model that comes with hetdpt; beside a saved model in a folder of that name it is refused.
+    ``demo`` is the model that comes with hetdpt; it is refused if there is a saved model in a folder of that name.
 
     >>> saved_directory("demo").name, saved_directory("vit_tiny_patch16_224")
     ('demo_model', None)
@@ -199,8 +198,8 @@ def saved_directory(name: str) -> Path | None:
     is_saved = (Path(name) / RECIPE).is_file()
     if name == DEMO and is_saved:
         raise ModelError(
-            f"{DEMO} is the model that comes with hetdpt, but there is a saved model in the folder {DEMO} as well; "
-            f"write ./{DEMO} for that one, or call hetdpt from another folder for its own"
+            f"{DEMO} is the model that comes with hetdpt, but there is also a saved model in the folder {DEMO}; write "
+            f"./{DEMO} for that one, or run hetdpt from another folder for its own"
         )
     if name == DEMO:
         return DEMO_DIRECTORY
@@ -211,7 +210,7 @@ def open_model(name: str, *, is_empty: bool = False, **options: Any) -> nn.Modul
     """Return the model called ``name``: ``demo``, a directory written by ``save``, or what ``create`` knows."""
     if directory := saved_directory(name):
         if given := ", ".join(key for key, value in options.items() if value):
-            raise ModelError(f"{name} is a saved model and brings its own weights and sizes; leave out {given}")
+            raise ModelError(f"{name} is a saved model with its own weights and sizes; leave out {given}")
         return load(directory)
     if Path(name).is_dir():
         raise FileError(f"{name} is a directory without {RECIPE}; give one written by hetdpt.save, or a model's name")
@@ -244,10 +243,10 @@ def _preprocessing(model: nn.Module) -> Preprocessing | None:
 
 
 def _require_same(model: nn.Module, recipe: SavedRecipe) -> None:
-    """Raise unless a model built from ``recipe`` around the same weights has the same modules and computes the same."""
+    """Raise unless a model built from ``recipe`` with the same weights has the same modules and computes the same."""
     hint = (
-        f"built again from {recipe.base.name} it would not be the same; pass "
-        "base=hetdpt.Base(library, name, arguments) with the arguments the model was made with"
+        f"rebuilt from {recipe.base.name} it would not be the same; pass "
+        "base=hetdpt.Base(library, name, arguments) with the arguments the model was built with"
     )
     weight = next(model.parameters())
     if weight.is_meta:
@@ -257,7 +256,7 @@ def _require_same(model: nn.Module, recipe: SavedRecipe) -> None:
     except HetDPTError as error:
         raise ModelError(f"this model cannot be saved: {error}; {hint}") from None
     if name := _first_different_module(model, twin):
-        raise ModelError(f"this model cannot be saved: its {name} does not show in its recipe, and {hint}")
+        raise ModelError(f"this model cannot be saved: its {name} is not part of its recipe, and {hint}")
     tolerance = 0.0 if weight.is_cpu else 1e-4  # kernels of a GPU may differ from run to run
     pair = unfuse_(clone(model)), unfuse_(twin)  # how attention is computed is not part of the function
     if not relative_difference(*pair, recipe.input_size, batch=1) <= tolerance:
@@ -275,16 +274,16 @@ def _first_different_module(model: nn.Module, twin: nn.Module) -> str | None:
 
 
 def require_sealed(weights: Path, values: dict[str, Any]) -> None:
-    """Raise ``FileError`` unless the file of weights is the one that a recipe was written with."""
+    """Raise ``FileError`` unless the weights file is the one that the recipe was written with."""
     if not weights.is_file():
-        raise FileError(f"{weights} is missing; the directory is not complete")
+        raise FileError(f"{weights} is missing; the directory is incomplete")
     kept = values.get("weights")
     if not isinstance(kept, dict) or sha256(weights) != kept.get("sha256"):
         raise FileError(f"{weights} was altered or truncated since it was saved; save the model again")
 
 
 def write_tensors(state: dict[str, Tensor], file: Path, target: Path, notes: dict[str, str] | None = None) -> None:
-    """Write tensors to ``file``, which will be in ``target``, or be it; ``notes`` stand at its beginning."""
+    """Write tensors to ``file``, which errors call ``target``; ``notes`` are its metadata."""
     try:
         save_file(storable(state), file, notes)
     except SafetensorError as error:
@@ -295,15 +294,15 @@ def write_tensors(state: dict[str, Tensor], file: Path, target: Path, notes: dic
 
 
 def read_tensors(file: Path) -> dict[str, Tensor]:
-    """Return the tensors of a file, in memory that is theirs alone.
+    """Return the tensors of a file, each in memory of its own.
 
-    The file is opened for each: what was read through one handle counts as memory until that is closed. And tensors of
-    an open file begin anywhere, where some processors add up in another order.
+    The file is opened for each: what is read through one handle counts as memory until it is closed. And tensors of an
+    open file are not aligned, so that some processors would sum them in another order.
     """
     try:
         with safe_open(file, "pt") as content:
             names = list(content.keys())
-        if len(names) > MOST_TENSORS:  # each is found by going through all of them
+        if len(names) > MOST_TENSORS:  # finding each takes a search through all of them
             raise FileError(f"{file} has {len(names)} tensors; at most {MOST_TENSORS} were expected")
         return {name: _read_tensor(file, name) for name in names}
     except SafetensorError as error:
@@ -317,7 +316,7 @@ def _read_tensor(file: Path, name: str) -> Tensor:
 
 
 def storable(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors contiguous and none of them twice in memory, as safetensors wants them."""
+    """Return the tensors contiguous and without shared memory, as safetensors requires."""
     seen: set[int] = set()
     stored = {}
     for name, tensor in state.items():

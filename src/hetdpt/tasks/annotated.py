@@ -27,7 +27,7 @@ class AnnotatedSource(Pictures, Protocol):
         """The names of the classes, by label."""
 
     def facts(self) -> dict[str, Any]:
-        """Return what tells this split apart from another, as plain JSON."""
+        """Return what identifies this split, as plain JSON."""
 
 
 class AnnotatedView(ABC):
@@ -57,7 +57,7 @@ class AnnotatedView(ABC):
 
 @dataclass(frozen=True)
 class AnnotatedData:
-    """Images to learn from and others to measure on; their classes mean the same."""
+    """Images to train on and others to measure on; their classes mean the same."""
 
     name: str
     train: AnnotatedSource | None
@@ -66,7 +66,7 @@ class AnnotatedData:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What a run that was begun with this data is to be continued with, wherever it is stored, as plain JSON."""
+        """What must be the same when a run with this data is resumed, wherever it is stored, as plain JSON."""
         splits = {"train": self.train, "val": self.val}
         known = {name: split.facts() for name, split in splits.items() if split is not None}
         return {"data": {"classes": list(self.classes), **known}}

@@ -1,4 +1,4 @@
-"""Average precision of boxes, as COCO measures it, by pycocotools."""
+"""Average precision of boxes as COCO defines it, computed by pycocotools."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from hetdpt.tasks.model import measure_batches
 
 @dataclass(frozen=True)
 class DetectionScores:
-    """How well objects are found, in percent; None where there is no object to be found.
+    """Scores of a detector, in percent; None where there is no object of that kind.
 
-    ``ap`` is the mean over classes, and over overlaps (intersection over union) of 50, 55, ..., 95 %, from which on a
-    box counts as found.
+    ``ap`` is the mean over classes and over the overlap (intersection over union) of 50, 55, ..., 95 % that a box must
+    have to count as found.
     """
 
     ap: float
@@ -35,19 +35,19 @@ class DetectionScores:
     ap75: float
     """At an overlap of 75 %."""
     ap_small: float | None
-    """Of objects below 32 x 32 pixels."""
+    """For objects below 32 x 32 pixels."""
     ap_medium: float | None
-    """Of those below 96 x 96 pixels."""
+    """For objects below 96 x 96 pixels."""
     ap_large: float | None
-    """Of larger ones."""
+    """For larger objects."""
     recall: float
-    """Share of objects that are found among 100 detections of an image, mean over classes and overlaps (AR100)."""
+    """Fraction of objects found by 100 detections per image, mean over classes and overlaps (AR100)."""
     by_class: dict[str, float | None]
     """``ap`` of each class."""
     count: int
-    """Images that were read and counted."""
+    """Images that were read and scored."""
     unreadable: tuple[str, ...] = ()
-    """Files that could not be read and were not counted."""
+    """Files that could not be read and were not scored."""
 
     @property
     def score(self) -> float:
@@ -61,7 +61,7 @@ class DetectionScores:
 
 @dataclass(frozen=True)
 class Found:
-    """What was found in an image beside what is in it."""
+    """The detections in an image and its true objects."""
 
     truth: Objects
     boxes: npt.NDArray[np.float64]
@@ -96,16 +96,16 @@ def measure_detection(
 def average_precision(
     found: Sequence[Found], classes: Sequence[str], *, unreadable: Sequence[str] = ()
 ) -> DetectionScores:
-    """Return the scores of what was ``found`` in images.
+    """Return the scores of the detections in images.
 
-    Boxes around crowds are no objects to be found, but nothing that lies in one counts as wrong.
+    Boxes around crowds need not be found, and detections inside them do not count as wrong.
     """
     found = sorted(found, key=lambda one: one.truth.number)
     evaluation = _evaluated(found, classes)
     means: list[float | None] = [None if value < 0 else 100 * float(value) for value in evaluation.stats]
     ap, ap50, ap75, small, medium, large, _, _, recall = means[:9]
     if ap is None or ap50 is None or ap75 is None or recall is None:
-        raise DataError(f"there is no object to be found in {len(found)} images; measure on images with boxes")
+        raise DataError(f"the {len(found)} images have no objects; measure on images with boxes")
     precision = evaluation.eval["precision"][:, :, :, 0, -1]  # overlaps, recalls, classes; all sizes
     by_class = {
         name: None if (part := precision[:, :, label]).max() < 0 else 100 * float(part[part >= 0].mean())
@@ -115,7 +115,7 @@ def average_precision(
 
 
 def _evaluated(found: Sequence[Found], classes: Sequence[str]) -> Any:
-    """Return pycocotools' evaluation, which prints what it does; silent here."""
+    """Return pycocotools' evaluation, without its printed output."""
     from pycocotools.cocoeval import COCOeval
 
     truth = [
@@ -146,7 +146,7 @@ def _coco(entries: list[dict[str, Any]], images: list[int], classes: Sequence[st
     coco.dataset = {
         "images": [{"id": number} for number in images],
         "categories": [{"id": label, "name": name} for label, name in enumerate(classes)],
-        # Numbered from 1: to pycocotools the number 0 says that nothing was matched.
+        # Numbered from 1: pycocotools takes 0 for "not matched".
         "annotations": [{**entry, "id": number} for number, entry in enumerate(entries, 1)],
     }
     coco.createIndex()

@@ -1,4 +1,4 @@
-"""Any model, dense or pruned, as a backbone: images in, maps of features out, finest first."""
+"""Any model, dense or pruned, as a backbone: images in, feature maps out, finest first."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hetdpt.core.errors import DataError, ModelError, first_line
 from hetdpt.surgery.resize import resize_
 
 SCALES = (4.0, 2.0, 1.0, 0.5)
-"""Sides of the maps over the side of the map they are made from, finest first."""
+"""Sides of the maps over the side of the map they are computed from, finest first."""
 
 
 class ChannelNorm(nn.LayerNorm):
@@ -32,8 +32,8 @@ class SimplePyramid(nn.Module):
     From Li et al. 2022, "Exploring Plain Vision Transformer Backbones for Object Detection", section 3
     (https://arxiv.org/abs/2203.16527).
 
-    Each is made of that same map: enlarged by transposed convolutions of stride 2, which halve the channels, as it is,
-    or by max-pooling; then come a 1 x 1 and a 3 x 3 convolution, a norm of the channels after each.
+    Each is computed from that same map: enlarged by transposed convolutions of stride 2, which halve the channels,
+    unchanged, or max-pooled; then follow a 1 x 1 and a 3 x 3 convolution, each with a norm over the channels.
 
     >>> import torch
     >>> [tuple(one.shape) for one in SimplePyramid(48, 32)(torch.zeros(1, 48, 4, 6))]
@@ -64,7 +64,7 @@ def _enlarge(channels: int, width: int) -> nn.Module:
 
 
 def _finish(channels: int, width: int) -> list[nn.Module]:
-    first = nn.Conv2d(channels, width, kernel_size=1, bias=False)  # the norm behind has a bias
+    first = nn.Conv2d(channels, width, kernel_size=1, bias=False)  # the norm that follows has a bias
     second = nn.Conv2d(width, width, kernel_size=3, padding=1, bias=False)
     return [first, ChannelNorm(width), second, ChannelNorm(width)]
 
@@ -72,11 +72,11 @@ def _finish(channels: int, width: int) -> list[nn.Module]:
 class Backbone(nn.Module):
     """``model`` as a feature extractor: maps (B, C_i, H / s_i, W / s_i) of ``channels`` and ``strides``, finest first.
 
-    Strides are whole, or those of a pyramid; where a side is no multiple of one, the model rounds it up or down.
+    Strides are whole numbers, or those of a pyramid; if a side is not a multiple of one, the model rounds up or down.
 
-    A model with stages gives the last map of each stride, of the four coarsest; the last map of a plain ViT becomes a
-    pyramid of ``width`` channels, of strides patch / 4 to 2 patch. ``model`` is the model itself, changed to images of
-    ``size`` (a side, or height and width) if that is given: what prunes, merges or saves a model works on it.
+    A model with stages returns the last map of each of the four coarsest strides; from the last map of a plain ViT a
+    pyramid of ``width`` channels is computed, with strides patch / 4 to 2 patch. ``model`` is the model itself, resized
+    to images of ``size`` (a side, or height and width) if given; it can be pruned, merged and saved as before.
 
     >>> import hetdpt
     >>> backbone = Backbone(hetdpt.load(hetdpt.export.saved.DEMO_DIRECTORY), width=32)
@@ -106,10 +106,10 @@ class Backbone(nn.Module):
         return input_size_of(self.model)
 
     def coarsest_(self, count: int) -> Backbone:
-        """Leave out all maps but the ``count`` coarsest, with what computes them, and return the backbone."""
+        """Keep only the ``count`` coarsest maps and what computes them, and return the backbone."""
         if not 1 <= count <= len(self.channels):
             raise ModelError(
-                f"the backbone has {len(self.channels)} maps, but {count} were asked for; set maps to 1 up to that"
+                f"the backbone has {len(self.channels)} maps, not {count}; set maps to at least 1 and at most that"
             )
         if self.pyramid is None:
             self.layers = self.layers[-count:]
@@ -123,7 +123,7 @@ class Backbone(nn.Module):
         return tuple(maps) if self.pyramid is None else self.pyramid(maps[0])
 
     def forward_with_filtered_kwargs(self, pixel_values: Tensor, **_: Any) -> Any:
-        """Return the maps as the ``BackboneOutput`` of transformers, whose task models call their backbones so."""
+        """Return the maps as the ``BackboneOutput`` of transformers, whose task models call this method."""
         from transformers.modeling_outputs import BackboneOutput
 
         return BackboneOutput(feature_maps=self(pixel_values))
@@ -135,13 +135,13 @@ class Backbone(nn.Module):
             if tuple(images.shape[1:]) == self.input_size:
                 raise
             raise DataError(
-                f"this backbone takes images of {_spell(self.input_size)}, but came {_spell(tuple(images.shape[1:]))}: "
+                f"this backbone takes images of {_spell(self.input_size)}, but got {_spell(tuple(images.shape[1:]))}: "
                 f"{first_line(error)}; resize them, or make the backbone with size=(height, width)"
             ) from error
 
 
 class _Maps(nn.Module):
-    """Answers with the maps of a model."""
+    """Returns the maps of a model."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -154,7 +154,7 @@ class _Maps(nn.Module):
 def _stages(model: nn.Module, size: tuple[int, int, int]) -> tuple[tuple[int, ...], list[tuple[int, ...]]]:
     """Return the last layer of each stride, finest first, and the shape (B, C, h, w) of its map.
 
-    Found by a run without arithmetic; of more strides than a pyramid has, the coarsest count.
+    Found by a run on fake tensors; if there are more strides than a pyramid has, the coarsest are used.
     """
     shapes: list[tuple[int, ...]] = []
 
@@ -180,7 +180,7 @@ def _stages(model: nn.Module, size: tuple[int, int, int]) -> tuple[tuple[int, ..
 def _strides(size: Sequence[int], shapes: Sequence[tuple[int, ...]]) -> tuple[float, ...]:
     """Return the strides of maps (B, C, h, w) of images of ``size``, finest first.
 
-    Each is a whole multiple of the one before it: a map of odd side is halved to more than its half, or to less.
+    Each is a whole multiple of the one before it; an odd side is halved with rounding up or down.
     """
     longer, stride, strides = max(size), 1.0, []
     for shape in shapes:
@@ -195,7 +195,7 @@ def _check_map(sides: Sequence[int], stride: float, size: tuple[int, int, int]) 
         least = _spell((round(2 * stride),) * 2)
         raise ModelError(
             f"a pyramid needs 2 x 2 patches or more, but images of {_spell(size[1:])} pixels have {_spell(sides)}; "
-            f"give sizes from {least} on"
+            f"use images of at least {least}"
         )
 
 

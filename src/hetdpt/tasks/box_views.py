@@ -1,4 +1,4 @@
-"""Views of images with boxes: on a canvas, as chance has it or as they are. Reads no file."""
+"""Views of images with boxes on a canvas, random or not. Reads no file."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from hetdpt.data.views import in_mode, mode_of
 from hetdpt.tasks.annotated import AnnotatedView, Target
 
 SCALES = (0.6, 1.6)
-"""Least and largest side of a training image on the canvas, as a part of that in the evaluation."""
+"""Smallest and largest side of a training image on the canvas, relative to that in an evaluation."""
 SMALLEST = 1.0
-"""Pixels that a side of a box must have on the canvas to be learned from."""
+"""Pixels that a side of a box must have on the canvas to be trained on."""
 
 
 @dataclass(frozen=True)
 class Objects:
-    """The objects in one image, in pixels of the image as it is on file."""
+    """The objects in one image, in pixels of the image file."""
 
     number: int
     """Which image of the split it is."""
@@ -32,20 +32,20 @@ class Objects:
     labels: npt.NDArray[np.int64]
     """(n,)."""
     areas: npt.NDArray[np.float64]
-    """(n,): the pixels of the object itself, by which COCO calls it small or large."""
+    """(n,): the area of the object itself, by which COCO classifies it as small, medium or large."""
     crowd: npt.NDArray[np.bool_]
-    """(n,): whether the box is around many objects; such a box is not learned from."""
+    """(n,): whether the box is around many objects; such boxes are not trained on."""
 
 
 @dataclass(frozen=True)
 class BoxView(AnnotatedView):
-    """Puts an image and its boxes on a canvas: at its upper left, scaled, the rest zeros.
+    """Puts an image and its boxes on a canvas: scaled, at its upper left, the rest zeros.
 
-    In training chance decides on the scale, the part that is seen where it is larger than the canvas, and whether left
-    and right change places; colours stay. In the evaluation the longer side, relative to the canvas, fills it.
+    In training the scale, the crop (if the image is larger than the canvas) and a horizontal flip are random; colours
+    stay. In an evaluation the longer side, relative to the canvas, fills it.
 
-    A target has ``boxes`` (n, 4), centre, width and height as parts of the canvas, ``labels`` (n,), and ``valid`` (2,):
-    the height and width of the image as parts of the canvas. In the evaluation it also has what the file says:
+    A target has ``boxes`` (n, 4), centre, width and height relative to the canvas, ``labels`` (n,), and ``valid`` (2,),
+    the height and width of the image relative to the canvas. In an evaluation it also has the content of the file:
     ``image`` (its number), ``size`` (2,), height and width in pixels, and ``truth_boxes``, ``truth_labels``,
     ``truth_areas``, ``truth_crowd``, as in :class:`Objects`.
     """
@@ -69,7 +69,7 @@ class BoxView(AnnotatedView):
 
 @dataclass(frozen=True)
 class _PlacedImage:
-    """An image on its way to the canvas, and the boxes in it that are learned from."""
+    """An image that is being placed on the canvas, and its boxes to train on."""
 
     image: Image.Image
     boxes: Any
@@ -103,7 +103,7 @@ class _PlacedImage:
         return _PlacedImage(image, F.resize(self.boxes, size), self.labels)
 
     def cropped(self, canvas: tuple[int, int]) -> _PlacedImage:
-        """Return a part as large as the canvas, where the image is larger; chance decides which."""
+        """Return a random crop of the size of the canvas, where the image is larger."""
         from torchvision.transforms.v2 import functional as F
 
         height, width = min(canvas[0], self.image.height), min(canvas[1], self.image.width)

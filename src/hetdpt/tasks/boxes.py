@@ -1,4 +1,4 @@
-"""Images with boxes around objects, by the name of the data: COCO's format, or drawn shapes. Knows no view."""
+"""Images with boxes around objects, by the name of the data: COCO's format, or drawn shapes."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from hetdpt.tasks.box_views import BoxView, Objects
 __all__ = ["BoxView", "CocoBoxes", "Objects", "open_boxes"]
 
 FILES = ("annotations/instances_{}*.json", "annotations/{}*.json", "{}/_annotations.coco.json", "{}*.json")
-"""Where the annotations of a split may lie, the likeliest first."""
+"""Where the annotations of a split may be, the most likely place first."""
 PROBES = 20
-"""Images of which one at least must lie in a folder, for it to be theirs."""
+"""The first images of a split, of which at least one must be in a folder for it to be used."""
 
 
 def open_boxes(name: str, *, splits: tuple[str, ...] = ("train", "val")) -> AnnotatedData:
     """Return the splits of the data called ``name``; ``splits`` are ``train``, ``val`` or both.
 
     ``name`` is a folder in COCO's layout (``train2017/``, ``annotations/instances_train2017.json`` and the like), one
-    file of annotations, which then is every split that is asked for, or ``shapes``: drawn images that come with hetdpt.
+    file of annotations, which then is used for every split, or ``shapes``: drawn images that come with hetdpt.
 
     >>> data = open_boxes("shapes")
     >>> len(data.train), len(data.val), data.classes
@@ -56,10 +56,7 @@ def _open(name: str, split: str) -> AnnotatedSource:
         root = path.parent.parent if path.parent.name == "annotations" else path.parent
         content = _content(path)
         return CocoBoxes(path, content, _images_of(content, path, root, path.stem))
-    raise DataError(
-        f"there is no folder or file {name}; boxes come from a folder in COCO's layout, a file of annotations or "
-        f"{shapes.NAME}"
-    )
+    raise DataError(f"{name} does not exist; give a folder in COCO's layout, a file of annotations or {shapes.NAME}")
 
 
 class CocoBoxes:
@@ -71,17 +68,17 @@ class CocoBoxes:
             (_of(entry, "id", file, int), str(_of(entry, "name", file))) for entry in content["categories"]
         )
         self.category_ids: tuple[int, ...] = tuple(number for number, _ in categories)
-        """The category of each label, as the file numbers them."""
+        """The category id in the file of each label."""
         self.classes: tuple[str, ...] = tuple(_class_names(categories))
-        """Their names; those of one name have their ids behind it."""
+        """Their names; categories with the same name have their ids appended."""
         if len(set(self.category_ids)) < len(categories):
-            raise DataError(f"{file} has two categories of the same id; every class must have its own")
+            raise DataError(f"{file} has two categories with the same id; every class needs its own")
         self._names = [str(_of(entry, "file_name", file)) for entry in content["images"]]
         side = int | float | None
         self._sizes = [tuple(_of(entry, key, file, side) for key in ("height", "width")) for entry in content["images"]]
         self._objects = _objects(content, self.category_ids, file)
         if not any(len(objects.boxes) for objects in self._objects):
-            raise DataError(f"{file} has no box of an image that it lists; there is nothing to learn or to measure")
+            raise DataError(f"{file} has no boxes of its images; there is nothing to train on or to measure")
 
     def __len__(self) -> int:
         return len(self._names)
@@ -122,7 +119,7 @@ def _around(mask: npt.NDArray[np.bool_]) -> tuple[int, int, int, int]:
 
 
 def _found(folder: Path, split: str) -> tuple[Path, dict[str, list[Any]], Path]:
-    """Return the annotations of a split, what is in them, and the folder of their images."""
+    """Return the annotation file of a split, its content, and the folder of its images."""
     files = [
         (file, name)
         for name in SPLITS[split]
@@ -151,12 +148,12 @@ def _images_of(content: dict[str, list[Any]], file: Path, root: Path, name: str)
         if any((place / one).is_file() for one in names):
             return place
     raise DataError(
-        f"{file} lists the image {names[0] if names else 'nothing'}, but it is in none of {', '.join(map(str, places))}"
+        f"{file} lists the image {names[0] if names else 'nothing'}, which is in none of {', '.join(map(str, places))}"
     )
 
 
 def _content(file: Path) -> dict[str, list[Any]]:
-    """Return what is in a file of annotations, which has the three lists of COCO's format at least."""
+    """Return the content of an annotation file, which has at least the three lists of COCO's format."""
     try:
         content = parse_json(file.read_bytes())
     except OSError as error:
@@ -170,7 +167,7 @@ def _content(file: Path) -> dict[str, list[Any]]:
         if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
             raise DataError(f"{file} has no list of {key}; COCO's format has images, annotations and categories")
         if not entries:
-            raise DataError(f"{file} has an empty list of {key}; there is nothing to learn or to measure")
+            raise DataError(f"{file} has an empty list of {key}; there is nothing to train on or to measure")
     found: dict[str, list[Any]] = content
     return found
 
@@ -182,7 +179,7 @@ def _of(entry: dict[str, Any], key: str, file: Path, kind: Any = int | str) -> A
 
 
 def _class_names(categories: Sequence[tuple[int, str]]) -> Iterator[str]:
-    """Yield the names of categories; where several have one name, with the id, so that each can be told of."""
+    """Yield the names of categories; where several have the same name, with their ids, so that all differ."""
     counts = Counter(name for _, name in categories)
     for number, name in categories:
         yield name if counts[name] == 1 else f"{name} (id {number})"
@@ -194,19 +191,19 @@ def _short(entry: Any) -> str:
 
 
 def _objects(content: dict[str, list[Any]], category_ids: Sequence[int], file: Path) -> list[Objects]:
-    """Return the objects of each image; left out are boxes of no size and those of images that are not listed."""
+    """Return the objects of each image, without empty boxes and boxes of images that are not listed."""
     rows: dict[Any, list[tuple[list[float], int, float, bool]]] = {
         _of(entry, "id", file): [] for entry in content["images"]
     }
     if len(rows) < len(content["images"]):
-        raise DataError(f"{file} has two images of the same id; every image must have its own")
+        raise DataError(f"{file} has two images with the same id; every image needs its own")
     labels = {number: label for label, number in enumerate(category_ids)}
     for entry in content["annotations"]:
         image, category = _of(entry, "image_id", file), _of(entry, "category_id", file)
         if category not in labels:
             raise DataError(
                 f"{file} has a box of category {category!r}, but its categories are {_short(list(category_ids))}; add "
-                "the category to the file, or take the box out"
+                "the category to the file, or remove the box"
             )
         box = _box(entry, file)
         if image in rows and box[2] > 0 and box[3] > 0:
@@ -226,7 +223,7 @@ def _box(entry: dict[str, Any], file: Path) -> list[float]:
 
 
 def _area(entry: dict[str, Any], file: Path) -> float | None:
-    """Return the area that the file gives; None where it gives none."""
+    """Return the area in the file; None if there is none."""
     area = entry.get("area")
     number = _number(area)
     if area is not None and number is None:

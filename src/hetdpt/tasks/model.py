@@ -25,7 +25,7 @@ class TaskScores(Protocol):
 
     @property
     def unreadable(self) -> tuple[str, ...]:
-        """Files that could not be read and were not counted."""
+        """Files that could not be read and were not scored."""
 
     def record(self) -> dict[str, Any]:
         """Return the numbers, as JSON takes them."""

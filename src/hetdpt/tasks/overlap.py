@@ -39,7 +39,7 @@ class OverlapScores:
     iou: dict[str, float | None]
     """IoU of each class; None for a class that neither is there nor is taken to be there."""
     unreadable: tuple[str, ...] = ()
-    """Files that could not be read and were not counted."""
+    """Files that could not be read and were not scored."""
 
     @classmethod
     def of(cls, counts: Tensor, classes: Sequence[str], unreadable: Sequence[str] = ()) -> OverlapScores:
