@@ -366,7 +366,7 @@ class TestBackbone:
 
     def test_other_images_are_refused(self) -> None:
         backbone = Backbone(VIT.build(), width=16)
-        with pytest.raises(DataError, match=r"takes images of 3 x 32 x 32, but came 3 x 64 x 32: .* with size="):
+        with pytest.raises(DataError, match=r"takes images of 3 x 32 x 32, but got 3 x 64 x 32: .* with size="):
             backbone(torch.zeros(1, 3, 64, 32))
         with pytest.raises(DataError, match=r"expected a batch of images \(B, C, H, W\), but got \(3, 32, 32\)"):
             backbone(torch.zeros(3, 32, 32))

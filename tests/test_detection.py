@@ -138,12 +138,12 @@ DAMAGED = [
     (content(annotations=[{**BOX, "area": "large"}]), "has a box whose area is 'large'; pixels were expected"),
     (content(images=[{"id": 5, "file_name": "a.png", "height": "20", "width": 40}]), "entry .*, in which 'height' is"),
     (content(images=[{"id": 5, "file_name": "a.png", "height": 20, "width": [40]}]), "entry .*, in which 'width' is"),
-    (content(annotations=[{**BOX, "bbox": [1, 2, 0, 3]}]), "has no box of an image that it lists"),
+    (content(annotations=[{**BOX, "bbox": [1, 2, 0, 3]}]), "has no boxes of its images"),
     (content(annotations=[{"bbox": [1, 2, 3, 4]}]), "has the entry .*, in which 'image_id' is not as in COCO's format"),
     (content(images=[{"id": 5}]), "in which 'file_name' is not"),
-    (content(images=[{"id": 5, "file_name": "z.png"}]), "lists the image z.png, but it is in none of .*train2017"),
-    (content(images=[{"id": 5, "file_name": "a.png"}] * 2), "has two images of the same id"),
-    (content(categories=[{"id": 7, "name": "x"}] * 2), "has two categories of the same id"),
+    (content(images=[{"id": 5, "file_name": "z.png"}]), "lists the image z.png, which is in none of .*train2017"),
+    (content(images=[{"id": 5, "file_name": "a.png"}] * 2), "has two images with the same id"),
+    (content(categories=[{"id": 7, "name": "x"}] * 2), "has two categories with the same id"),
     (content(categories=[{"id": 7, "name": "x"}, {"id": "8", "name": "y"}]), "in which 'id' is not"),
 ]
 
@@ -174,7 +174,7 @@ def test_an_area_that_is_not_given_is_that_of_the_box(tmp_path: Path) -> None:
 
 
 def test_data_that_is_not_there_is_refused_by_what_was_looked_for(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="there is no folder or file .*nowhere; boxes come from a folder in COCO's"):
+    with pytest.raises(DataError, match="nowhere does not exist; give a folder in COCO's"):
         open_boxes(str(tmp_path / "nowhere"))
     write(tmp_path, content())
     with pytest.raises(DataError, match=r"no annotations of val: looked for annotations/instances_val\*.json, .*valid"):
@@ -537,7 +537,7 @@ def test_a_loss_that_is_not_finite_is_told_not_raised(images: Tensor, targets: l
     [
         ({"queries": 0}, "queries is 0; it must be 1 or more"),
         ({"extra_queries": -1}, "extra_queries is -1; it must be 0 or more"),
-        ({"heads": 3}, "width is 256 for 3 heads; a multiple of 4 was expected"),
+        ({"heads": 3}, "width is 256 for 3 heads; it must be a multiple of 4"),
         ({"width": 192}, "width is 192 for 8 heads"),
         ({"dropout": 1.0}, "dropout is 1.0"),
         ({"label_weight": 0, "box_weight": 0, "overlap_weight": 0}, "nothing would be learned"),
@@ -549,7 +549,7 @@ def test_contradictions_are_refused(changes: dict[str, Any], sentence: str) -> N
 
 
 def test_a_backbone_or_canvas_that_is_too_small_is_refused(images: Tensor) -> None:
-    with pytest.raises(ModelError, match="the backbone has 4 maps, but 5 were asked for; set maps to 1 up to that"):
+    with pytest.raises(ModelError, match="the backbone has 4 maps, not 5; set maps to at least 1"):
         make(replace(SMALL, maps=5))
     # 8 x 8, 4 x 4, 2 x 2 and 1 x 1 places
     sentence = "86 queries begin at as many places of the maps, but images of 32 x 32 give 85; use larger images, or"
@@ -657,7 +657,7 @@ def test_what_lies_in_a_crowd_is_neither_found_nor_wrong() -> None:
 def test_nothing_found_is_0_and_nothing_to_find_is_refused() -> None:
     scores = average_precision([found_in(objects(WHOLE)), found_in(objects(number=1))], CLASSES)
     assert (scores.ap, scores.recall, scores.ap_small) == (0, 0, None)
-    with pytest.raises(DataError, match="there is no object to be found in 1 images"):
+    with pytest.raises(DataError, match="the 1 images have no objects"):
         average_precision([found_in(objects(), (WHOLE, 0.9, 0))], CLASSES)
 
 

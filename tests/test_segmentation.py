@@ -127,7 +127,7 @@ def test_ade20k_counts_classes_from_1_and_0_is_none(tmp_path: Path) -> None:
 
 def test_a_flat_folder_is_both_splits_and_says_so(tmp_path: Path) -> None:
     write(tmp_path, "images", "annotations")
-    with pytest.warns(UserWarning, match="has no splits, so that scores are of the very images that are learned from"):
+    with pytest.warns(UserWarning, match="has no splits, so the scores are of the images that are trained on"):
         data = open_masks(str(tmp_path))
     assert data.facts["data"]["train"] == data.facts["data"]["val"]
     assert data.classes == ("1", "2")
@@ -225,20 +225,23 @@ def same_names(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("harm", "sentence"),
     [
-        (colours, r"mask .*a\.png is a picture of mode RGB, but a PNG with one number for each pixel was expected"),
+        (colours, r"mask .*a\.png is a picture of mode RGB, but expected a PNG with one number for each pixel"),
         (another_size, r"mask .*a\.png has 12 x 9 pixels but its image has 12 x 8; a mask has a number for every"),
         (beyond, r"mask .*a\.png has the number 2, but the 2 classes are 0-1, and 255 for no class"),
-        (no_mask, r"1 of 2 images in .*images have no mask, .*a\.png first; a mask is a PNG file with the name of its"),
-        (one_name, r"val/images has a\.jpg and a\.png, which would share the mask a\.png; give each image a name"),
+        (
+            no_mask,
+            r"1 of 2 images in .*images have no mask, for example .*a\.png; a mask is a PNG file with the name",
+        ),
+        (one_name, r"val/images has a\.jpg and a\.png, which would share the mask a\.png; rename one of them"),
         (no_masks, r"val/images has no masks: looked for .*val/masks and annotations"),
         (no_images, r"val/images has no images; files that end in \.jpg"),
         (no_split, r"has no images of split val: looked for val/images, images/val.*, found later, train"),
-        (two_kinds, r"has masks in one split and annotations in the other; call both the same"),
+        (two_kinds, r"has masks in one split and annotations in the other; use the same name for both"),
         (
             black_and_white,
-            r"2-254 classes were expected, but the masks of .* came to 1; of two classes the masks hold 0 and",
+            r"expected 2-254 classes, but the masks of .* have 1; masks of two classes contain 0 and",
         ),
-        (same_names, r"classes\.txt has the class 'sky' twice; give every class a name of its own"),
+        (same_names, r"classes\.txt have the class 'sky' twice; give every class its own name"),
         (unreadable_names, r"the names of classes in .*classes\.txt cannot be read"),
     ],
 )
@@ -432,7 +435,7 @@ def test_weights_come_back_and_begin_the_same() -> None:
 def test_one_image_at_a_time_is_refused_in_training_alone() -> None:
     model = segmenter()
     images, targets = batch_of(32)
-    with pytest.raises(TrainError, match="UperNet has batch norms, which learn from 2 images or more at once; raise"):
+    with pytest.raises(TrainError, match="UperNet has batch norms, which need at least 2 images per batch; raise"):
         model.train()(images[:1], targets[:1])
     assert model.eval()(images[:1], targets[:1]) > 0
 
@@ -573,7 +576,7 @@ def test_a_class_that_is_found_but_not_there_counts_for_iou_alone() -> None:
 
 def test_masks_without_a_pixel_that_counts_have_no_score(plain: Path) -> None:
     nothing = torch.full((2, 2), IGNORED)
-    with pytest.raises(DataError, match="no pixel of the masks counts, so there is nothing to score"):
+    with pytest.raises(DataError, match="all pixels of the masks are ignored, so there is nothing to score"):
         OverlapScores.of(count(torch.zeros(2, 2, dtype=torch.long), nothing, 2), ("a", "b"))
     Image.fromarray(np.full((8, 12), IGNORED, dtype=np.uint8)).save(plain / "val/masks/a.png")
     assert scored(plain).miou == 100  # the other image counts
@@ -657,5 +660,5 @@ def test_a_batch_of_one_is_refused_before_anything_is_measured(tmp_path: Path) -
     config = LearnConfig.of("segmentation").with_settings(small)
     data = open_masks("shapes")
     model = build(hetdpt.load(DEMO_DIRECTORY), data, config)
-    with pytest.raises(TrainError, match="UperNet has batch norms, which learn from 2 images or more at once"):
+    with pytest.raises(TrainError, match="UperNet has batch norms, which need at least 2 images per batch"):
         next(iter(learn(model, data, config, device="cpu")))

@@ -440,14 +440,14 @@ def test_an_unreadable_image_is_replaced_in_training_and_left_out_of_the_scores(
 def test_other_classes_than_those_it_was_made_for_are_refused(place: Place, whole: Path) -> None:
     model = load_task(whole / "last")
     data = replace(place.open(), classes=("cat", "dog"))
-    with pytest.raises(DataError, match=r"was made for \d classes \(.*\), but .* has 2 classes \(cat, dog\); give the"):
+    with pytest.raises(DataError, match=r"was built for \d classes \(.*\), but .* has 2 classes \(cat, dog\); give"):
         score(model, data, device="cpu")
 
 
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        ({"training.smoothing": 0.5}, "mixup, cutmix and smoothing are of labels, which boxes and masks are not"),
+        ({"training.smoothing": 0.5}, "mixup, cutmix and smoothing apply to labels, not to boxes or masks"),
         ({"size": (0, 32)}, r"the canvas is \(0, 32\); a height and a width above 0 were expected"),
         ({"pyramid": 0}, "the pyramid has 0 channels; 1 or more were expected"),
         ({"head.widht": 8}, "unknown setting head.widht; did you mean head.width"),

@@ -55,7 +55,7 @@ class DetectionScores:
         return self.ap
 
     def record(self) -> dict[str, Any]:
-        """Return the numbers, as JSON takes them."""
+        """Return the numbers as JSON values."""
         return asdict(self)
 
 

@@ -1,6 +1,6 @@
 """Detection: Deformable DETR (Zhu et al., ICLR 2021) with hybrid matching on any backbone.
 
-The layers are those of transformers; how they are put together is told here. Trains nothing, reads no file.
+The layers are those of transformers; this module combines them. Trains nothing, reads no file.
 """
 
 from __future__ import annotations
@@ -29,56 +29,56 @@ from hetdpt.tasks.hybrid import Answer, MatchedLoss, Truth, Weights, apart, obje
 from hetdpt.tasks.model import TaskModel
 
 PRIOR = 0.01
-"""How likely an object of a class is taken to be before anything is learned."""
+"""Initial probability of an object of each class."""
 SMALLEST = 0.05
-"""Side of the boxes that places of the finest map propose, as a part of the image; twice that on the next."""
+"""Side of the boxes that positions of the finest map propose, relative to the image; twice that on the next map."""
 BASE = 10000.0
-"""The longest wave of a position, over the shortest."""
+"""The longest wavelength of a position encoding over the shortest."""
 NEVER = -100.0
-"""The logit of what is never told: no object has so low a score."""
+"""The logit of a query that is not reported: no object has such a low score."""
 NOWHERE = (10.0, 10.0, 0.1, 0.1)
-"""A box so far from every image that no object is matched with it where another is left."""
+"""A box so far outside that no object is matched with it while another box is left."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DetectorConfig:
-    """How a detector is built; the defaults are the paper's, and those of H-Deformable-DETR where it does not say."""
+    """How a detector is built; the defaults are the paper's, or H-Deformable-DETR's where the paper does not say."""
 
     width: int = 256
     """Channels of the encoder and the decoder."""
     heads: int = 8
-    """Of every attention."""
+    """Heads of every attention."""
     points: int = 4
-    """Places that a head looks at on each map."""
+    """Sampling points of a head on each map."""
     hidden: int = 2048
     """Channels between the two layers of an FFN."""
     encoder_layers: int = 6
-    """Layers in which places of the maps look at each other."""
+    """Layers of the encoder, in which positions of the maps attend to each other."""
     decoder_layers: int = 6
-    """Layers in which queries look at the maps; each refines the boxes of the one before."""
+    """Layers of the decoder, in which queries attend to the maps; each refines the boxes of the one before."""
     maps: int = 3
-    """How many maps of the backbone are looked at, the coarsest ones: strides 8, 16 and 32 of a pyramid from 4 on.
+    """How many maps of the backbone are used, the coarsest ones: strides 8, 16 and 32 of a pyramid that starts at 4.
     The others are not computed."""
     further_maps: int = 1
-    """Maps beyond them, each of twice the stride, by convolutions."""
+    """Additional maps, each with twice the stride, computed by convolutions."""
     queries: int = 300
-    """Queries that are matched one to one: the most objects that can be found in an image."""
+    """Queries that are matched one to one: the maximum number of objects found in an image."""
     extra_queries: int = 1500
-    """Further queries in training, matched one to many; 0 for none."""
+    """Additional queries in training, matched one to many; 0 for none."""
     repeats: int = 6
-    """How many of the further queries each object is matched with."""
+    """How many of the additional queries each object is matched with."""
     extra_weight: float = 1.0
-    """What the loss of the further queries counts beside that of the others."""
+    """Weight of the loss of the additional queries."""
     dropout: float = 0.0
-    """Probability that a value inside of the encoder or the decoder is left out in training."""
+    """Dropout rate of the encoder and the decoder."""
     label_weight: float = 2.0
-    """What labels count in loss and matching."""
+    """Weight of labels in loss and matching."""
     box_weight: float = 5.0
-    """What the distance of boxes counts."""
+    """Weight of the distance between boxes."""
     overlap_weight: float = 2.0
-    """What the overlap of boxes counts."""
+    """Weight of the overlap of boxes."""
     detections: int = 100
-    """The most objects told of an image."""
+    """Maximum number of objects reported for an image."""
 
     def __post_init__(self) -> None:
         counts = (
@@ -97,28 +97,28 @@ class DetectorConfig:
         for name in ("further_maps", "extra_queries", "extra_weight", "label_weight", "box_weight", "overlap_weight"):
             _require(getattr(self, name) >= 0, f"{name} is {getattr(self, name)}; it must be 0 or more")
         _require(any(self.weights), "label_weight, box_weight and overlap_weight are all 0; nothing would be learned")
-        _require(0 <= self.dropout < 1, f"dropout is {self.dropout}; it lies from 0 to below 1")
+        _require(0 <= self.dropout < 1, f"dropout is {self.dropout}; it must be at least 0 and below 1")
         each, rest = divmod(self.width, self.heads)
         is_even = rest == 0 and self.width % 4 == 0 and each & (each - 1) == 0
         _require(
             is_even,
-            f"width is {self.width} for {self.heads} heads; a multiple of 4 was expected that gives each head 1, 2, 4, "
+            f"width is {self.width} for {self.heads} heads; it must be a multiple of 4 that gives each head 1, 2, 4, "
             "8, ... channels",
         )
 
     @property
     def weights(self) -> Weights:
-        """What counts how much in loss and matching."""
+        """The weights of loss and matching."""
         return Weights(self.label_weight, self.box_weight, self.overlap_weight)
 
 
 class Detections(NamedTuple):
-    """The objects found in one image, the surest first."""
+    """The objects found in one image, by descending score."""
 
     boxes: Tensor
-    """(n, 4): left, top, right and bottom in pixels of the image as it is on file."""
+    """(n, 4): left, top, right and bottom in pixels of the image file."""
     scores: Tensor
-    """(n,): how sure each is, 0 to 1."""
+    """(n,): confidence, 0 to 1."""
     labels: Tensor
     """(n,)."""
 
@@ -127,8 +127,8 @@ class Detector(TaskModel):
     """Finds objects: two-stage Deformable DETR with box refinement, mixed selection and look-forward-twice.
 
     ``forward(images, targets)`` is the loss; ``forward(images)`` is the :class:`Answer` of the last layer's one-to-one
-    queries. ``valid`` (B, 2) are height and width of each image as parts of the canvas, which targets know themselves;
-    boxes are parts of the image, not of the canvas.
+    queries. ``valid`` (B, 2) are height and width of each image relative to the canvas, which targets contain already;
+    boxes are relative to the image, not to the canvas.
     """
 
     task: ClassVar[str] = "detection"
@@ -170,9 +170,9 @@ class Detector(TaskModel):
         return self._total(first, answers, [_of_image(target) for target in targets])
 
     def _answers(self, images: Tensor, valid: Tensor) -> tuple[Answer, list[Answer]]:
-        """Return what all places of the maps propose, and what the queries say after each layer of the decoder.
+        """Return the proposals of all positions of the maps, and the queries' answers after each layer of the decoder.
 
-        Places beside the image propose nothing. In evaluation, queries that begin there find nothing.
+        Positions outside the image propose nothing. In evaluation, queries that start there find nothing.
         """
         memory = self._encoded(images, valid)
         first, proposals = self._proposed(memory, valid)
@@ -210,16 +210,16 @@ class Detector(TaskModel):
         return _Memory(found.last_hidden_state, is_seen, shapes, layout)
 
     def _proposed(self, memory: _Memory, valid: Tensor) -> tuple[Answer, Tensor]:
-        """Return what each place says of the object there, and its boxes before the sigmoid (first stage)."""
+        """Return the proposal of each position, and its boxes before the sigmoid (first stage)."""
         features = self.proposing(memory.features * memory.is_seen[..., None])
         anchors = _anchors(memory.shapes, valid)  # (B, N, 4)
         boxes = self.proposal_box(features) + inverse_sigmoid(anchors)
         return Answer(self.proposal_score(features), boxes.sigmoid()), boxes
 
     def _decoded(self, memory: _Memory, reference: Tensor) -> list[Answer]:
-        """Return what the queries say after each layer, begun at the boxes ``reference`` (B, Q, 4).
+        """Return the queries' answers after each layer, starting from the boxes ``reference`` (B, Q, 4).
 
-        Where they begin is from the first stage, what they look for is learned (mixed selection).
+        Their positions come from the first stage, their contents are learned (mixed selection).
         """
         count = reference.shape[1]
         is_hybrid = count > self.config.queries
@@ -257,9 +257,9 @@ class Detector(TaskModel):
 def detect(model: Detector, batch: AnnotatedBatch) -> list[Detections]:
     """Return the objects that ``model`` finds in each image of ``batch``; none where there is no image.
 
-    A query may be told of more than once, for several classes, as in Deformable DETR; one that begins beside the image,
-    since the image has too few places for all, is not told. The batch is one of an evaluation, whose targets know the
-    images' sizes.
+    A query may be reported more than once, for several classes, as in Deformable DETR; one that starts outside the
+    image, because the image has too few positions for all, is not reported. The batch is one of an evaluation, whose
+    targets contain the images' sizes.
     """
     weight = next(model.parameters())
     whole = torch.ones(2)
@@ -275,7 +275,7 @@ def detect(model: Detector, batch: AnnotatedBatch) -> list[Detections]:
 
 
 def look_forward_twice(deltas: Sequence[Tensor], reference: Tensor) -> list[Tensor]:
-    """Return the boxes (B, Q, 4) after each layer, of what each layer adds to those before it (before the sigmoid).
+    """Return the boxes (B, Q, 4) after each layer, from what each layer adds to those before (before the sigmoid).
 
     box_i = sigmoid(delta_i + logit(box_{i-1})), in which the gradient also reaches delta_{i-1}, but nothing before it
     (Zhang et al., "DINO", 2022).
@@ -288,15 +288,15 @@ def look_forward_twice(deltas: Sequence[Tensor], reference: Tensor) -> list[Tens
 
 
 class _Memory(NamedTuple):
-    """What the encoder makes of the maps, all places one after another."""
+    """The output of the encoder, all positions of all maps in a row."""
 
     features: Tensor
     """(B, N, width)."""
     is_seen: Tensor
-    """(B, N): whether a place is part of the image."""
+    """(B, N): whether a position is part of the image."""
     shapes: list[tuple[int, int]]
     layout: dict[str, Any]
-    """How the library is told of ``shapes``."""
+    """The arguments by which the library gets ``shapes``."""
 
 
 def _library_config(config: DetectorConfig) -> DeformableDetrConfig:
@@ -313,17 +313,17 @@ def _library_config(config: DetectorConfig) -> DeformableDetrConfig:
         num_feature_levels=config.maps + config.further_maps,
         dropout=config.dropout,
     )
-    library._attn_implementation = "sdpa"  # the one that takes a mask of truths
+    library._attn_implementation = "sdpa"  # it takes a boolean mask
     return library
 
 
 def _projections(backbone: Backbone, config: DetectorConfig) -> nn.ModuleList:
-    """Return what makes the maps as wide as the encoder; the further ones come from the last of the backbone."""
+    """Return the projections of the maps to the encoder's width; additional maps are computed from the last one."""
     channels = backbone.channels
     wide = [channels[-1], *[config.width] * config.further_maps]
     convolutions = [nn.Conv2d(one, config.width, 1) for one in channels]
     convolutions += [nn.Conv2d(one, config.width, 3, stride=2, padding=1) for one in wide[: config.further_maps]]
-    groups = math.gcd(32, config.width // 2)  # 32, but never one channel alone
+    groups = math.gcd(32, config.width // 2)  # 32, or fewer so that no group has only one channel
     for convolution in convolutions:
         nn.init.xavier_uniform_(convolution.weight)
         nn.init.zeros_(convolution.bias)  # type: ignore[arg-type]
@@ -331,7 +331,7 @@ def _projections(backbone: Backbone, config: DetectorConfig) -> nn.ModuleList:
 
 
 def _places(backbone: Backbone, config: DetectorConfig) -> int:
-    """Return how many places the maps have, of images of the backbone's own size."""
+    """Return how many positions the maps have for images of the backbone's own size."""
     strides = [*backbone.strides]
     strides += [strides[-1] * 2**step for step in range(1, config.further_maps + 1)]
     return sum(math.prod(math.ceil(side / stride) for side in backbone.input_size[1:]) for stride in strides)
@@ -340,15 +340,15 @@ def _places(backbone: Backbone, config: DetectorConfig) -> int:
 def _check_places(queries: int, places: int, size: Sequence[int]) -> None:
     _require(
         queries <= places,
-        f"{queries} queries begin at as many places of the maps, but images of {size[0]} x {size[1]} give {places}; "
+        f"{queries} queries need as many positions of the maps, but images of {size[0]} x {size[1]} have {places}; "
         "use larger images, or fewer queries and extra_queries",
     )
 
 
 def _begin_(layers: nn.Module) -> None:
-    """Give matrices the spread of Glorot, as Deformable DETR does, where transformers has 0.02 for all.
+    """Initialise matrices by Glorot, as Deformable DETR does, where transformers uses a standard deviation of 0.02.
 
-    Those that say where attention looks keep the values of their own.
+    Those of the sampling points keep their own values.
     """
     for name, parameter in layers.named_parameters():
         is_place = "sampling_offsets" in name or "attention_weights" in name
@@ -363,7 +363,7 @@ def _scores(width: int, classes: int) -> nn.Linear:
 
 
 def _boxes(width: int) -> DeformableDetrMLPPredictionHead:
-    """Return a head for boxes that changes none before it has learned."""
+    """Return a head for boxes that changes no box before training."""
     head = DeformableDetrMLPPredictionHead(width, width, 4, 3)
     for parameter in head.layers[-1].parameters():
         nn.init.zeros_(parameter)
@@ -371,19 +371,19 @@ def _boxes(width: int) -> DeformableDetrMLPPredictionHead:
 
 
 def _of_image(target: Target) -> Truth:
-    """Return the objects of a target, their boxes as parts of the image instead of the canvas."""
+    """Return the objects of a target, with boxes relative to the image instead of the canvas."""
     height, width = target["valid"]
     return {"boxes": target["boxes"] / torch.stack([width, height, width, height]), "class_labels": target["labels"]}
 
 
 def _seen(shape: tuple[int, int], valid: Tensor) -> Tensor:
-    """Return which places of a map are part of the image (B, h, w): those whose upper left corner is."""
+    """Return which positions of a map are part of the image (B, h, w): those whose upper left corner is."""
     rows, columns = (torch.arange(side, device=valid.device) / side for side in shape)
     return (rows[None, :, None] < valid[:, 0, None, None]) & (columns[None, None, :] < valid[:, 1, None, None])
 
 
 def _anchors(shapes: list[tuple[int, int]], valid: Tensor) -> Tensor:
-    """Return a box (B, N, 4) around the middle of each place of the maps, as parts of the image."""
+    """Return a box (B, N, 4) around the center of each position of the maps, relative to the image."""
     found = []
     for level, (height, width) in enumerate(shapes):
         rows, columns = ((torch.arange(side, device=valid.device) + 0.5) / side for side in (height, width))
@@ -399,7 +399,7 @@ def _told(logits: Tensor, is_told: Tensor) -> Tensor:
 
 
 def _of_places(first: Answer, is_seen: Tensor) -> Answer:
-    """Return what places say, without those that are not seen: theirs costs nothing and is matched with no object."""
+    """Return the proposals with those outside the image disabled: they add no loss and match no object."""
     boxes = torch.where(is_seen[..., None], first.boxes, first.boxes.new_tensor(NOWHERE))
     return Answer(_told(first.logits, is_seen), boxes)
 
@@ -427,7 +427,7 @@ def _waves(boxes: Tensor, width: int) -> Tensor:
 
 
 def _best(logits: Tensor, boxes: Tensor, size: Tensor | None, most: int) -> Detections:
-    """Return the ``most`` surest pairs of query and class; none if the image has no size, so is not there."""
+    """Return the ``most`` pairs of query and class with the highest scores; none if there is no image."""
     told = int((logits > NEVER).sum()) if size is not None else 0
     scores, best = logits.sigmoid().flatten().topk(min(most, told))
     if size is None:

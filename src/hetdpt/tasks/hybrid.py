@@ -15,26 +15,26 @@ from transformers.loss.loss_deformable_detr import DeformableDetrHungarianMatche
 from hetdpt.core.processes import process_count, sum_over_processes
 
 Truth = Mapping[str, Tensor]
-"""What is in an image: ``boxes`` (n, 4), centre, width and height as parts of it, and ``class_labels`` (n,)."""
+"""The objects in an image: ``boxes`` (n, 4), centre, width and height relative to it, and ``class_labels`` (n,)."""
 FOCAL = 0.25
-"""How much an object counts beside what is none, in the focal loss."""
+"""The weight alpha of objects in the focal loss."""
 
 
 class Answer(NamedTuple):
-    """What queries say of each image."""
+    """The output of queries for each image."""
 
     logits: Tensor
     """(B, Q, classes)."""
     boxes: Tensor
-    """(B, Q, 4): centre, width and height, as parts of the image."""
+    """(B, Q, 4): centre, width and height, relative to the image."""
 
     def part(self, queries: slice) -> Answer:
-        """Return what some of the queries say."""
+        """Return the output of some of the queries."""
         return Answer(self.logits[:, queries], self.boxes[:, queries])
 
 
 class Weights(NamedTuple):
-    """What a label, the distance of boxes and their overlap count, in the loss and in the matching alike."""
+    """Weights of labels, of the distance between boxes and of their overlap, in the loss and in the matching."""
 
     label: float
     box: float
@@ -42,7 +42,7 @@ class Weights(NamedTuple):
 
 
 def apart(one: int, many: int, device: torch.device) -> Tensor:
-    """Return which queries see each other (Q, Q): those of the same group, of the first ``one`` or the other ``many``.
+    """Return which queries attend to each other (Q, Q): the first ``one`` among themselves, and the other ``many``.
 
     >>> apart(1, 2, torch.device("cpu")).int().tolist()
     [[1, 0, 0], [0, 1, 1], [0, 1, 1]]
@@ -52,12 +52,12 @@ def apart(one: int, many: int, device: torch.device) -> Tensor:
 
 
 def repeated(truths: Sequence[Truth], times: int) -> list[Truth]:
-    """Return the truths with every object in them ``times`` times."""
+    """Return the truths with every object repeated ``times`` times."""
     return [{name: value.repeat(times, *[1] * (value.ndim - 1)) for name, value in truth.items()} for truth in truths]
 
 
 class MatchedLoss:
-    """The loss of answers of which each object is given one by the best matching (Carion et al., 2020).
+    """The loss of answers that are matched with objects one to one, optimally (Carion et al., 2020).
 
     Focal loss for labels, L1 distance and generalised overlap for boxes, per object.
     """
@@ -68,19 +68,19 @@ class MatchedLoss:
         self._criterion: Any = DeformableDetrImageLoss(self._matcher, classes, FOCAL, [])
 
     def match(self, answer: Answer, truths: Sequence[Truth]) -> list[tuple[Tensor, Tensor]]:
-        """Return for each image the queries that are matched, and which object each of them is matched with."""
+        """Return for each image the matched queries and the object of each."""
         found: list[tuple[Tensor, Tensor]] = self._matcher(_spelled(answer), truths)
         return found
 
     def __call__(self, answers: Sequence[Answer], truths: Sequence[Truth], objects: float) -> Tensor:
-        """Return the sum of the losses of ``answers``, each matched for itself, over ``objects`` or 1."""
+        """Return the sum of the losses of ``answers``, each matched separately, divided by ``objects`` or 1."""
         return torch.stack([*self._losses(answers, truths, max(1.0, objects))]).sum()
 
     def _losses(self, answers: Sequence[Answer], truths: Sequence[Truth], objects: float) -> Iterator[Tensor]:
         for answer in answers:
             answer = Answer(answer.logits.float(), answer.boxes.float())
             if not (answer.logits.isfinite().all() and answer.boxes.isfinite().all()):
-                yield answer.logits.sum() * torch.nan  # nothing can be matched; the training says it and stops
+                yield answer.logits.sum() * torch.nan  # nothing can be matched; training reports it and stops
                 continue
             spelled, matched = _spelled(answer), self.match(answer, truths)
             label = self._criterion.loss_labels(spelled, truths, matched, objects)["loss_ce"]
@@ -94,7 +94,7 @@ class MatchedLoss:
 
 
 def objects_per_process(truths: Sequence[Truth], device: torch.device) -> float:
-    """Return how many objects the processes have on average; all of them must ask."""
+    """Return the average number of objects per process; every process must call this."""
     count = torch.tensor(float(sum(len(truth["class_labels"]) for truth in truths)), device=device)
     return (sum_over_processes(count) / process_count()).item()
 

@@ -1,4 +1,4 @@
-"""A detector or a segmenter made of a backbone, trained in the one loop, and measured. Writes no file."""
+"""Builds a detector or segmenter on a backbone, trains and measures it. Writes no file."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ BATCH = 8
 
 @dataclass(frozen=True, kw_only=True)
 class LearnConfig:
-    """How a model of a task is made and trained; ``LearnConfig.of`` has the paper's settings."""
+    """How a detector or segmenter is built and trained; ``LearnConfig.of`` has the paper's settings."""
 
     task: str
     """detection or segmentation."""
@@ -43,16 +43,16 @@ class LearnConfig:
     head: Any
     """What is built on the backbone: a ``DetectorConfig`` or a ``SegmenterConfig``."""
     size: tuple[int, int]
-    """Height and width of the canvas that images are put on."""
+    """Height and width of the canvas that images are placed on."""
     pyramid: int = 256
-    """Channels of the pyramid that is made of the last map of a plain ViT."""
+    """Channels of the pyramid computed from the last map of a plain ViT."""
 
     def __post_init__(self) -> None:
         wanted = task_called(self.task).config
         if not isinstance(self.head, wanted):
             raise TrainError(f"the head of {self.task} is a {wanted.__name__}, not {type(self.head).__name__}")
         if self.training.mixes or self.training.smoothing:
-            raise TrainError("mixup, cutmix and smoothing are of labels, which boxes and masks are not; set them to 0")
+            raise TrainError("mixup, cutmix and smoothing apply to labels, not to boxes or masks; set them to 0")
         if min(self.size) < 1:
             raise TrainError(f"the canvas is {self.size}; a height and a width above 0 were expected")
         if self.pyramid < 1:
@@ -71,7 +71,7 @@ class LearnConfig:
     def with_settings(self, settings: dict[str, Any]) -> LearnConfig:
         """Return this config with some fields changed, named as in ``training.lr`` or ``head.width``.
 
-        Where the learning rate falls for the last epoch, as in the paper's detection, it does so for other epochs too.
+        If the learning rate drops for the last epoch, as in the paper's detection, it also does with other ``epochs``.
 
         >>> LearnConfig.of("detection").with_settings({"training.epochs": 50}).training.decay_epochs
         49.0
@@ -85,7 +85,7 @@ class LearnConfig:
 
 @dataclass(frozen=True)
 class Learned:
-    """What an epoch came to."""
+    """The results of an epoch."""
 
     epoch: Epoch
     """Its score (``last``, ``best``) is mAP or mIoU in percent."""
@@ -106,13 +106,13 @@ def build(
     images: int = 256,
     workers: int = 0,
 ) -> TaskModel:
-    """Return a new model of a task on ``model`` as its backbone, which changes in place.
+    """Return a new detector or segmenter with ``model`` as its backbone, which is changed in place.
 
-    With a ``plan`` the backbone first loses its layers; replacements that are fitted are so on so many training
-    ``images``, at the size of the task. It is merged then, so that no layer is trained that would go.
+    With a ``plan``, layers of the backbone are removed first; replacements are fitted on that many training
+    ``images``, at the size of the task. Then it is merged, so that no layer is trained that merging would remove.
     """
     row = task_called(config.task)
-    with seeded(config.training.seed):  # all processes, now and when resumed, begin with the same weights
+    with seeded(config.training.seed):  # all processes, now and when resumed, start with the same weights
         made = row.model(Backbone(model, size=config.size, width=config.pyramid), data.classes, config.head)
     if plan is not None and plan.fitted:
         calibrate_(model, plan, _Images(made, data, images, workers))
@@ -132,14 +132,14 @@ def learn(
     keeper: Keeper | None = None,
     watch: Callable[[Progress], None] | None = None,
 ) -> Iterator[Learned]:
-    """Train ``model`` in place on ``data``; yield what it came to before and after each epoch."""
+    """Train ``model`` in place on ``data``; yield its results before training and after each epoch."""
     accelerator = start(config.training.precision, device)
     if is_sharded(accelerator):
-        raise TrainError("a detector or segmenter is not trained under FSDP; use torchrun, or one device")
+        raise TrainError("a detector or segmenter cannot be trained with FSDP; use torchrun, or one device")
     if data.train is None or data.val is None:
-        raise TrainError("training needs images to train on and others to measure on; open the data with both splits")
+        raise TrainError("training needs images to train on and images to measure on; open the data with both splits")
     model.to(accelerator.device, torch.float32)
-    if accelerator.num_processes > 1 and accelerator.device.type == "cuda":  # the one device that has them
+    if accelerator.num_processes > 1 and accelerator.device.type == "cuda":  # only CUDA has them
         nn.SyncBatchNorm.convert_sync_batchnorm(model)
     model.require_batch(config.training.batch_size)
     loading = Loading(
@@ -184,7 +184,7 @@ def score(
 ) -> TaskScores:
     """Return the scores of ``model`` on the validation images of ``data``."""
     if data.val is None:
-        raise DataError("scores are of the split val; open the data with it")
+        raise DataError("scores need the split val; open the data with it")
     accelerator = start(device=device)
     model.to(accelerator.device)
     validation = _evaluation(model, data, batch_size, accelerator, workers)
@@ -197,8 +197,8 @@ def _evaluation(
     assert data.val is not None
     if model.classes != data.classes:
         raise DataError(
-            f"the model was made for {_listed(model.classes)}, but {data.name} has {_listed(data.classes)}; give the "
-            "data it was made for"
+            f"the model was built for {_listed(model.classes)}, but {data.name} has {_listed(data.classes)}; give the "
+            "data it was built for"
         )
     share = Share(accelerator.process_index, accelerator.num_processes)
     loading = Loading(batch_size=batch_size, share=share, workers=workers)
@@ -210,7 +210,7 @@ def _view(model: TaskModel, *, is_training: bool) -> AnnotatedView:
 
 
 def _before_last(epochs: int) -> float:
-    """Return how many epochs there are before the last one; 1 at least."""
+    """Return the number of epochs before the last one, at least 1."""
     return float(max(1, epochs - 1))
 
 
@@ -220,7 +220,7 @@ def _listed(classes: tuple[str, ...]) -> str:
 
 
 class _Images:
-    """The first training images of a task, without what is known of them, as often as they are asked for."""
+    """The first training images of a task, without their annotations; can be iterated repeatedly."""
 
     def __init__(self, model: TaskModel, data: AnnotatedData, count: int, workers: int) -> None:
         if data.train is None:

@@ -1,4 +1,4 @@
-"""How an image with a mask becomes a view on a canvas, for training and for evaluation. Reads no file."""
+"""Views of images with masks on a canvas, random or not. Reads no file."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from hetdpt.data.views import in_mode, mode_of
 from hetdpt.tasks.annotated import AnnotatedView, Target
 
 IGNORED = 255
-"""Stands where no class counts: neither learned from nor scored."""
+"""The value of pixels without a class: neither trained on nor scored."""
 Mask = npt.NDArray[np.uint8]
 """(H, W): a class from 0 on, or ``IGNORED``."""
 COLOUR = (("brightness", 0.125), ("contrast", 0.5), ("saturation", 0.5), ("hue", 0.05))
-"""How far a colour may go: 32 of 255, half, half, and 18 of 360 degrees, as SSD does and ADE20K is usually trained."""
+"""How much each may change: 32 of 255, half, half, and 18 of 360 degrees, as in SSD and usual for ADE20K."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MaskAugmentation:
-    """What chance does to a training image with a mask; the defaults are those usual for ADE20K."""
+    """Random augmentation of a training image with a mask; the defaults are usual for ADE20K."""
 
     scale: tuple[float, float] = (0.5, 2.0)
-    """Least and largest size of the image, as a part of the size at which it just fits on the canvas."""
+    """Smallest and largest size of the image, relative to the size at which it just fits on the canvas."""
     hflip: float = 0.5
     """Probability of a horizontal flip."""
     distortion: float = 0.5
@@ -45,12 +45,12 @@ class MaskAugmentation:
 
 
 class MaskView(AnnotatedView):
-    """How an image and its mask are put on a canvas; where no image is, no class counts.
+    """Places an image and its mask on a canvas; pixels outside the image are ignored.
 
-    For training it is a random part of the image at a random scale, mirrored and distorted by chance, and the target is
+    For training it is a random crop of the image at a random scale, randomly flipped and distorted, and the target is
     ``mask`` (H, W), uint8. For evaluation it is the whole image, as large as fits, in the upper left corner, and the
-    target has three more: ``size`` and ``inside`` (2,), height and width of the image in the file and on the canvas,
-    and ``original`` (h, w), the mask as it is in the file. An image without a mask has neither ``mask`` nor
+    target has three more entries: ``size`` and ``inside`` (2,), height and width of the image in the file and on the
+    canvas, and ``original`` (h, w), the mask in the file. An image without a mask has neither ``mask`` nor
     ``original``.
     """
 
@@ -73,7 +73,7 @@ class MaskView(AnnotatedView):
 
     def __call__(self, image: Image, target: Mask | None) -> tuple[Tensor, Target]:
         image = in_mode(image, mode_of(self.preprocessing))
-        if self._scale is None:  # for evaluation: nothing is drawn
+        if self._scale is None:  # for evaluation: nothing is random
             picture, mask = _scaled(image, target, self.size, 1.0)
             return self._whole(self._transform(picture), mask, (image.height, image.width), target)
         scale = float(torch.empty(()).uniform_(*self._scale))
@@ -91,7 +91,7 @@ class MaskView(AnnotatedView):
 
 
 def _chance(size: tuple[int, int], preprocessing: Preprocessing, augmentation: MaskAugmentation) -> list[Any]:
-    """Return the random transforms of an image and its mask; what lies around the image has its mean colour."""
+    """Return the random transforms of an image and its mask; the border around the image has the mean colour."""
     from torchvision import tv_tensors
     from torchvision.transforms import v2
 
@@ -115,6 +115,6 @@ def _scaled(image: Image, target: Mask | None, size: tuple[int, int], scale: flo
 
 
 def _plain(tensor: Any) -> Tensor:
-    """Return a tensor without torchvision's note of what it is."""
+    """Return a tv_tensor of torchvision as a plain tensor."""
     plain: Tensor = tensor.as_subclass(Tensor)
     return plain

@@ -1,4 +1,4 @@
-"""Images with masks: a class for every pixel. Where they lie, and what the numbers in them mean. Augments nothing."""
+"""Images with masks, a class for every pixel: where they are stored, and what the numbers in them mean."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from hetdpt.tasks.mask_views import IGNORED, Mask, MaskView
 __all__ = ["IGNORED", "MaskFiles", "MaskView", "open_masks"]
 
 FIRST = {"annotations": 1, "masks": 0}
-"""Folders of masks, and the number of class 0 in them: in the former, as in ADE20K, 0 itself is no class."""
+"""Folders of masks, and the number of class 0 in them: in ``annotations``, as in ADE20K, 0 is not a class."""
 NAMES = ("objectInfo150.txt", "classes.txt")
 """Files with the names of the classes: the table of ADE20K, or one name on each line."""
 
 
 @dataclass(frozen=True)
 class MaskFiles:
-    """One split of a folder: images, each with the file of its mask."""
+    """One split of a folder: images, each with its mask file."""
 
     classes: tuple[str, ...]
     images: tuple[str, ...]
     masks: tuple[str, ...]
     first: int
-    """The number that stands for class 0 in the files."""
+    """The number of class 0 in the files."""
 
     def __len__(self) -> int:
         return len(self.images)
@@ -61,7 +61,7 @@ class MaskFiles:
         return {"images": len(self), "names": hashlib.sha256(names.encode()).hexdigest()}
 
     def _mask(self, numbers: npt.NDArray[np.int64], file: str) -> Mask:
-        """Return classes from the numbers of a file; refuses a number that is none."""
+        """Return the classes of the numbers in a file; ``DataError`` for a number that is not a class."""
         is_class = _is_class(numbers, self.first)
         last = len(self.classes) - 1 + self.first
         beyond = numbers[is_class & (numbers > last)]
@@ -84,10 +84,10 @@ def open_masks(name: str, *, splits: tuple[str, ...] = ("train", "val")) -> Anno
     """Return the splits of images with masks called ``name``: a folder, or ``shapes``, which is drawn.
 
     A folder has ``train/images`` and ``train/masks``, or ``images/train`` and ``masks/train``, and the same for
-    ``val``; masks are PNG files that hold a class for every pixel, 255 for none. In a folder of masks called
-    ``annotations``, as in ADE20K, classes begin with 1 and 0 is none. Images and masks that lie in ``images`` and
-    ``masks`` without a split are both of them: to learn from, and to measure on. The names of the classes are in
-    ``objectInfo150.txt`` or ``classes.txt``; without such a file all masks are read once, to count the classes.
+    ``val``; masks are PNG files with a class for every pixel, 255 for none. In a folder of masks called
+    ``annotations``, as in ADE20K, classes start at 1 and 0 is none. Images and masks directly in ``images`` and
+    ``masks`` are used for both splits. The names of the classes are in ``objectInfo150.txt`` or ``classes.txt``;
+    without such a file all masks are read once to count the classes.
 
     >>> data = open_masks("shapes")
     >>> len(data.train), len(data.val), data.classes
@@ -108,7 +108,7 @@ def _drawn() -> dict[str, AnnotatedSource]:
 
 
 def _in_folder(folder: Path, splits: tuple[str, ...]) -> dict[str, AnnotatedSource]:
-    """Return the splits that a folder has; ``DataError`` if one of ``splits`` is not among them."""
+    """Return the splits of a folder; ``DataError`` if one of ``splits`` is missing."""
     if not folder.is_dir():
         raise DataError(f"there is no folder {folder}; data is a folder of images and masks, or {shapes.NAME}")
     places = {split: place for split in SPLITS if (place := _place(folder, split))}
@@ -117,13 +117,13 @@ def _in_folder(folder: Path, splits: tuple[str, ...]) -> dict[str, AnnotatedSour
             raise DataError(_nothing(folder, split))
     if len({places[split] for split in splits}) < len(splits):
         warnings.warn(
-            f"{folder} has no splits, so that scores are of the very images that are learned from; for others make "
-            "train and val",
+            f"{folder} has no splits, so the scores are of the images that are trained on; make train and val to "
+            "measure on others",
             stacklevel=3,
         )
     firsts = {place.first for place in places.values()}
     if len(firsts) > 1:
-        raise DataError(f"{folder} has masks in one split and annotations in the other; call both the same")
+        raise DataError(f"{folder} has masks in one split and annotations in the other; use the same name for both")
     pairs = {split: place.pairs() for split, place in places.items()}
     first = firsts.pop()
     classes = _classes(folder, first, (mask for _, masks in pairs.values() for mask in masks))
@@ -148,25 +148,25 @@ class _Place:
         missing = [mask for mask in masks if not mask.is_file()]
         if missing:
             raise DataError(
-                f"{len(missing)} of {len(images)} images in {self.images} have no mask, {missing[0]} first; "
+                f"{len(missing)} of {len(images)} images in {self.images} have no mask, for example {missing[0]}; "
                 "a mask is a PNG file with the name of its image"
             )
         return tuple(map(str, images)), tuple(map(str, masks))
 
     def _check_names(self, images: list[Path]) -> None:
-        """Refuse images that differ in the ends of their names alone."""
+        """Raise ``DataError`` for images whose names differ only in their extension."""
         known: dict[str, str] = {}
         for image in images:
             other = known.setdefault(image.stem, image.name)
             if other != image.name:
                 raise DataError(
-                    f"{self.images} has {other} and {image.name}, which would share the mask {image.stem}.png; give "
-                    "each image a name of its own"
+                    f"{self.images} has {other} and {image.name}, which would share the mask {image.stem}.png; "
+                    "rename one of them"
                 )
 
 
 def _place(folder: Path, split: str) -> _Place | None:
-    """Return where the images and masks of a split are; None if they are nowhere."""
+    """Return where the images and masks of a split are; None if there are none."""
     inside = [(f"{name}/", "") for name in SPLITS[split]]
     below = [("", f"/{name}") for name in SPLITS[split]]
     for before, after in (*inside, *below, ("", "")):
@@ -193,21 +193,21 @@ def _images_in(folder: Path) -> list[Path]:
 
 
 def _classes(folder: Path, first: int, masks: Iterable[str]) -> tuple[str, ...]:
-    """Return the names of the classes, from a file if there is one, else numbers as high as those in the masks."""
+    """Return the names of the classes, from a file if there is one, otherwise the numbers in the masks."""
     file = next((folder / name for name in NAMES if (folder / name).is_file()), None)
     classes = _names(file) if file else tuple(str(number) for number in range(first, _highest(masks, first) + 1))
-    where = file or f"the masks of {folder}"
+    where = f"the lines of {file}" if file else f"the masks of {folder}"
     if not 2 <= len(classes) < IGNORED:
-        hint = f"; of two classes the masks hold {first} and {first + 1}" if len(classes) < 2 else ""
-        raise DataError(f"2-{IGNORED - 1} classes were expected, but {where} came to {len(classes)}{hint}")
+        hint = f"; masks of two classes contain {first} and {first + 1}" if len(classes) < 2 else ""
+        raise DataError(f"expected 2-{IGNORED - 1} classes, but {where} have {len(classes)}{hint}")
     twice = [name for place, name in enumerate(classes) if name in classes[:place]]
     if twice:
-        raise DataError(f"{where} has the class {twice[0]!r} twice; give every class a name of its own")
+        raise DataError(f"{where} have the class {twice[0]!r} twice; give every class its own name")
     return classes
 
 
 def _names(file: Path) -> tuple[str, ...]:
-    """Return the name on each line; of the table of ADE20K, the first of the synonyms in the last column."""
+    """Return the name on each line; for the table of ADE20K, the first synonym in the last column."""
     try:
         lines = [line for line in file.read_text(encoding="utf-8-sig").splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
@@ -218,13 +218,13 @@ def _names(file: Path) -> tuple[str, ...]:
 
 
 def _highest(masks: Iterable[str], first: int) -> int:
-    """Return the highest number of a class in any of the files; one below the first if there is none."""
+    """Return the highest class number in any of the files; one below the first if there is none."""
     highest = first - 1
     for file in masks:
         try:
             numbers = _numbers(file)
         except OSError:
-            continue  # told of when it is used
+            continue  # reported when it is used
         highest = max(highest, int(numbers[_is_class(numbers, first)].max(initial=highest)))
     return highest
 
@@ -234,11 +234,11 @@ def _is_class(numbers: npt.NDArray[np.int64], first: int) -> npt.NDArray[np.bool
 
 
 def _numbers(file: str) -> npt.NDArray[np.int64]:
-    """Return the number of every pixel (H, W); of a PNG with a palette, not its colours but the places in it."""
+    """Return the number of every pixel (H, W); for a PNG with a palette, the index into it, not the colour."""
     mask = decode_file(file)
     if len(mask.getbands()) != 1 or mask.mode == "F":
         raise DataError(
-            f"mask {file} is a picture of mode {mask.mode}, but a PNG with one number for each pixel was expected, "
-            "grey or with a palette; turn its colours into numbers of classes"
+            f"mask {file} is a picture of mode {mask.mode}, but expected a PNG with one number for each pixel, grey or "
+            "with a palette; convert its colours to class numbers"
         )
     return np.asarray(mask).astype(np.int64)

@@ -1,4 +1,4 @@
-"""What a detector and a segmenter have in common: a backbone, the names of classes, and a loss of their own."""
+"""What detectors and segmenters share: a backbone, class names, their own loss, and how they are measured."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hetdpt.tasks.backbone import Backbone
 
 
 class TaskScores(Protocol):
-    """What a model of a task is worth; a frozen dataclass of plain numbers."""
+    """The scores of a model; a frozen dataclass of plain numbers."""
 
     @property
     def score(self) -> float:
@@ -28,13 +28,13 @@ class TaskScores(Protocol):
         """Files that could not be read and were not scored."""
 
     def record(self) -> dict[str, Any]:
-        """Return the numbers, as JSON takes them."""
+        """Return the numbers as JSON values."""
 
 
 class TaskModel(nn.Module):
-    """A backbone and what a task builds on it.
+    """A backbone with the head of a task.
 
-    ``forward(images, targets)`` is the loss of a batch, ``forward(images)`` the answer.
+    ``forward(images, targets)`` returns the loss of a batch, ``forward(images)`` the output.
     """
 
     task: ClassVar[str]
@@ -50,10 +50,10 @@ class TaskModel(nn.Module):
         return input_size_of(self.backbone.model)[1:]
 
     def require_batch(self, images: int) -> None:
-        """Refuse so few ``images`` at once that it cannot learn from them."""
+        """Raise ``TrainError`` if it cannot be trained with so few ``images`` per batch."""
 
     def no_weight_decay(self) -> set[str]:
-        """Return the parameters that the model in the backbone exempts, under the name by which timm asks."""
+        """Return the parameters that the model in the backbone exempts; timm calls this method."""
         model: Any = self.backbone.model
         own = model.no_weight_decay() if hasattr(model, "no_weight_decay") else ()
         return {f"backbone.model.{name}" for name in own}

@@ -1,4 +1,4 @@
-"""How well classes of pixels are found: mIoU, mAcc and aAcc, over all pixels of all images together."""
+"""Scores of a segmenter: mIoU, mAcc and aAcc, over all pixels of all images together."""
 
 from __future__ import annotations
 
@@ -21,35 +21,35 @@ from hetdpt.tasks.segmenter import segment
 
 @dataclass(frozen=True)
 class OverlapScores:
-    """How well the classes of pixels are found, in percent.
+    """Scores of a segmenter, in percent.
 
-    With n_ij pixels of class i that are taken for class j, the IoU of class i is
-    n_ii / (sum_j n_ij + sum_j n_ji - n_ii) and its accuracy n_ii / sum_j n_ij. Pixels that do not count are in no sum.
+    With n_ij pixels of class i that are predicted as class j, the IoU of class i is
+    n_ii / (sum_j n_ij + sum_j n_ji - n_ii) and its accuracy n_ii / sum_j n_ij. Ignored pixels are in no sum.
 
     >>> OverlapScores.of(torch.tensor([[3, 1], [0, 4]]), ("cat", "dog"))
     OverlapScores(miou=77.5, macc=87.5, aacc=87.5, iou={'cat': 75.0, 'dog': 80.0}, unreadable=())
     """
 
     miou: float
-    """Mean IoU of the classes that are there or are taken to be there."""
+    """Mean IoU of the classes that occur in the masks or in the predictions."""
     macc: float
-    """Mean accuracy of the classes that are there."""
+    """Mean accuracy of the classes that occur in the masks."""
     aacc: float
-    """Pixels whose class is found."""
+    """Fraction of pixels whose class is right."""
     iou: dict[str, float | None]
-    """IoU of each class; None for a class that neither is there nor is taken to be there."""
+    """IoU of each class; None for a class that occurs neither in the masks nor in the predictions."""
     unreadable: tuple[str, ...] = ()
     """Files that could not be read and were not scored."""
 
     @classmethod
     def of(cls, counts: Tensor, classes: Sequence[str], unreadable: Sequence[str] = ()) -> OverlapScores:
-        """Return the scores of ``counts`` (classes, classes): pixels by their class, and by the class they get."""
+        """Return the scores of ``counts`` (classes, classes): pixels by true class and by predicted class."""
         counts = counts.double().cpu()
         right, there, taken = counts.diag(), counts.sum(dim=1), counts.sum(dim=0)
         if not there.sum():
-            raise DataError("no pixel of the masks counts, so there is nothing to score; look at the masks")
+            raise DataError("all pixels of the masks are ignored, so there is nothing to score; check the masks")
         union = there + taken - right
-        iou, accuracy = 100 * right / union, 100 * right / there  # nan where a class is not there
+        iou, accuracy = 100 * right / union, 100 * right / there  # nan where a class does not occur
         return cls(
             miou=float(iou.nanmean()),
             macc=float(accuracy.nanmean()),
@@ -67,7 +67,7 @@ class OverlapScores:
         return self.miou
 
     def record(self) -> dict[str, Any]:
-        """Return the numbers, as JSON takes them."""
+        """Return the numbers as JSON values."""
         return asdict(self)
 
 
@@ -94,7 +94,7 @@ def measure_segmentation(
 
 
 def count(found: Tensor, mask: Tensor, classes: int) -> Tensor:
-    """Return the pixels (classes, classes) by their class in ``mask`` and by the class found, those that count."""
+    """Return the number of pixels (classes, classes) by true and by predicted class, without ignored ones."""
     counts: Tensor = multiclass_confusion_matrix(
         found.flatten(), mask.flatten().long(), classes, ignore_index=IGNORED, validate_args=False
     )

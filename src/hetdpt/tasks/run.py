@@ -1,4 +1,4 @@
-"""The training of a detector or segmenter as a run directory: what was killed goes on."""
+"""The training of a detector or segmenter in a run directory, resumable."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def learn_into(
     tensorboard: bool = False,
     watch: Callable[[Progress], None] | None = None,
 ) -> Iterator[Learned]:
-    """Train a detector or segmenter on ``model`` and write all of it to ``directory``; called again, it goes on.
+    """Train a detector or segmenter on ``model`` and write everything to ``directory``; called again, it resumes.
 
-    With a ``plan`` the backbone first loses its layers, calibrated on training images of the task. What training began
-    with is saved as ``start``, and when it is done there are ``best`` and ``last``, for ``load_task``.
+    With a ``plan``, layers of the backbone are removed first, calibrated on training images of the task. The initial
+    model is saved as ``start``, and at the end there are ``best`` and ``last``, for ``load_task``.
     """
     processes = start(config.training.precision, device)
-    probe = build(clone(model), data, config).backbone.model  # what cannot be is refused before anything is written
+    probe = build(clone(model), data, config).backbone.model  # refuses what cannot be built, before writing
     if plan is not None:
         place_(probe, plan)
     with processes.main_process_first():
@@ -59,7 +59,7 @@ def learn_into(
             asked |= asked_plan(plan, calibration)
         run = Run.open(directory, asked, minutes, has_board=tensorboard, is_first=processes.is_main_process)
     if run.summary is None:
-        with processes.main_process_first():  # the others load what it saved
+        with processes.main_process_first():  # the others load what the first has saved
             make = partial(
                 build, model.to(processes.device), data, config, plan=plan, images=calibration, workers=workers
             )

@@ -27,9 +27,9 @@ _OF_BACKBONE = "backbone.model."
 def save_task(
     model: TaskModel, directory: str | Path, *, overwrite: bool = False, notes: Mapping[str, str] | None = None
 ) -> Path:
-    """Write ``model``, which is on the CPU, to ``directory`` and return its path; all of it appears at once.
+    """Write ``model``, which is on the CPU, to ``directory`` and return its path; it appears only when complete.
 
-    ``notes`` are further files, by name, with the text in them; ``load_task`` does not read them.
+    ``notes`` are additional text files by name; ``load_task`` does not read them.
     """
     target = Path(directory)
     with new_directory(target, TASK, overwrite) as scratch:
@@ -54,7 +54,7 @@ def load_task(directory: str | Path) -> TaskModel:
     source = Path(directory)
     values = read_sealed_json(source / TASK)
     if values.get("format") != FORMAT or values.get("task") not in [*TASKS]:
-        raise FileError(f"{source / TASK} is of a version that this one does not read; save the model again")
+        raise FileError(f"{source / TASK} was written by a version that this one does not read; save the model again")
     weights = source / HEAD
     require_sealed(weights, values)
     state, row = read_tensors(weights), TASKS[values["task"]]
@@ -63,14 +63,14 @@ def load_task(directory: str | Path) -> TaskModel:
         with few_modules():
             model = row.model(Backbone(inner, width=values["pyramid"]), values["classes"], config)
     except (KeyError, TypeError, ValueError, RuntimeError, OverflowError, MemoryError) as error:
-        raise FileError(f"{source / TASK} says what no {values['task']} is made of: {first_line(error)}") from None
+        raise FileError(f"no {values['task']} can be built from {source / TASK}: {first_line(error)}") from None
     check_fit(_own(model), state, str(weights))
     model.load_state_dict(state, strict=False)
     return model.eval()
 
 
 def _own(model: TaskModel) -> dict[str, Tensor]:
-    """Return the tensors of ``model`` that are not those of the model in its backbone."""
+    """Return the tensors of ``model`` without those of the model in its backbone."""
     return {name: tensor for name, tensor in model.state_dict().items() if not name.startswith(_OF_BACKBONE)}
 
 

@@ -17,19 +17,19 @@ from hetdpt.tasks.masks import IGNORED
 from hetdpt.tasks.model import TaskModel
 
 CLASSES_AT_ONCE = 16
-"""Maps that are enlarged together: those of all 150 classes of a large photograph would take gigabytes."""
+"""Classes that are upsampled together: all 150 of a large photograph would take gigabytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SegmenterConfig:
-    """What is built on the backbone; the defaults are those of UperNet on ADE20K."""
+    """The head of a segmenter; the defaults are those of UperNet on ADE20K."""
 
     width: int = 512
     """Channels of the head."""
     pool_scales: tuple[int, ...] = (1, 2, 3, 6)
-    """Sides of the grids to which the coarsest map is pooled, so that a pixel knows of the whole image."""
+    """Sides of the grids that the coarsest map is pooled to, so that every pixel has global context."""
     auxiliary_weight: float = 0.4
-    """Weight of the loss of a second, plain head on the last map but one, which helps in training; 0 for none."""
+    """Weight of the loss of an auxiliary head on the second-last map, which helps in training; 0 for none."""
     auxiliary_width: int = 256
     """Channels of that head."""
     auxiliary_layers: int = 1
@@ -49,8 +49,8 @@ class SegmenterConfig:
 class Segmenter(TaskModel):
     """UperNet's heads, those of transformers, on the maps of a backbone.
 
-    ``forward(images)`` are logits (B, classes, H, W) on the canvas. ``forward(images, targets)`` is the loss: the mean
-    cross-entropy over the pixels that count, and ``auxiliary_weight`` times that of the auxiliary head.
+    ``forward(images)`` returns logits (B, classes, H, W) on the canvas. ``forward(images, targets)`` returns the loss:
+    the mean cross-entropy over the pixels that are not ignored, plus ``auxiliary_weight`` times the auxiliary head's.
     """
 
     task = "segmentation"
@@ -88,16 +88,16 @@ class Segmenter(TaskModel):
         return loss + self._auxiliary_weight * auxiliary
 
     def require_batch(self, images: int) -> None:
-        """Refuse one image: a map that is pooled to one pixel has no spread, which batch norms divide by."""
+        """Refuse batches of one image: a map pooled to one pixel has no variance for batch norm."""
         has_norm = any(isinstance(module, nn.BatchNorm2d) for module in self.head.modules())
-        if images < 2 and has_norm:  # one that is synchronised over processes is no BatchNorm2d
-            raise TrainError("UperNet has batch norms, which learn from 2 images or more at once; raise batch_size")
+        if images < 2 and has_norm:  # a synchronised one is not a BatchNorm2d
+            raise TrainError("UperNet has batch norms, which need at least 2 images per batch; raise batch_size")
 
 
 def pixel_loss(logits: Tensor, mask: Tensor) -> Tensor:
-    """Return the mean cross-entropy of ``logits`` (B, C, H, W) over the pixels of ``mask`` (B, H, W) that count.
+    """Return the mean cross-entropy of ``logits`` (B, C, H, W) over the pixels of ``mask`` (B, H, W) with a class.
 
-    It is 0 where none counts.
+    It is 0 if all pixels are ignored.
     """
     total = F.cross_entropy(logits, mask.long(), ignore_index=IGNORED, reduction="sum")
     return total / (mask != IGNORED).sum().clamp(min=1)
@@ -105,9 +105,9 @@ def pixel_loss(logits: Tensor, mask: Tensor) -> Tensor:
 
 @torch.no_grad()
 def segment(model: nn.Module, batch: AnnotatedBatch) -> list[Tensor]:
-    """Return the classes (h, w) of each image that is there, at the size of its file, on the device of ``model``.
+    """Return the classes (h, w) of each image in ``batch``, at the size of its file, on the device of ``model``.
 
-    The targets say how the images lie on the canvas, as ``MaskView`` tells for evaluation; masks need not be known.
+    The targets say where the images are on the canvas, as those of ``MaskView`` for evaluation; masks are not needed.
     """
     with evaluating(model):
         logits = model(batch.images.to(next(model.parameters()))).float()
@@ -134,7 +134,7 @@ def _enlarged(maps: Tensor, size: Sequence[int]) -> Tensor:
 
 
 def _masks(targets: Sequence[Target], images: Tensor) -> Tensor:
-    """Return the masks (B, H, W) of a batch; where there is no image, no pixel counts."""
+    """Return the masks (B, H, W) of a batch; where there is no image, all pixels are ignored."""
     nothing = torch.full(images.shape[2:], IGNORED, dtype=torch.uint8, device=images.device)
     return torch.stack([target.get("mask", nothing) for target in targets])
 

@@ -11,16 +11,16 @@ import numpy.typing as npt
 from PIL import Image
 
 NAME = "shapes"
-"""What such data is called."""
+"""The name of such data."""
 COUNTS = {"train": 400, "val": 100}
-"""Images of each split; the seed of a split is its place here."""
+"""Images of each split; the seed of a split is its index here."""
 SIDE_WITH_BOXES, SIDE_WITH_MASKS = 128, 64
-"""Pixels of a side. They differ because the figures in the docs are of these."""
+"""Pixels of a side. They differ because the figures in the docs used these."""
 CLASSES = ("rectangle", "disc", "triangle")
 MOST = 4
 """Objects in an image; there is always one."""
 TRIES = 20
-"""How often a place is looked for that leaves most of what is already there in sight."""
+"""Attempts to place an object so that most of the others stays visible."""
 
 Mask = npt.NDArray[np.bool_]
 Points = npt.NDArray[np.float64]
@@ -71,9 +71,8 @@ class DrawnImages:
 def draw(seed: int, index: int, size: int) -> Drawing:
     """Return drawing number ``index`` of ``seed``, of ``size`` x ``size`` pixels; always the same one.
 
-    What a pixel belongs to is told by shape alone: colours and textures are drawn for each object anew. Size and
-    place of the objects are parts of the image, so the same number gives the same picture at every size, but for
-    rounding.
+    Only the shape identifies the class of a pixel: colours and textures are random for each object. Size and position
+    of the objects are relative to the image, so the same index gives the same picture at every size, up to rounding.
 
     >>> drawing = draw(seed=0, index=0, size=32)
     >>> drawing.image.shape, drawing.masks.shape[1:], int(drawing.masks.sum(axis=0).max())
@@ -98,7 +97,7 @@ def draw(seed: int, index: int, size: int) -> Drawing:
 
 
 def _place(label: int, points: Points, others: list[Mask], chance: np.random.Generator) -> Mask | None:
-    """Return the pixels of a new object that hides at most a third of any other; None if no place is found."""
+    """Return the pixels of a new object that hides at most a third of any other; None if no position is found."""
     areas = [mask.sum() for mask in others]
     for _ in range(TRIES):
         found = _inside(label, points, chance)
@@ -108,7 +107,7 @@ def _place(label: int, points: Points, others: list[Mask], chance: np.random.Gen
 
 
 def _inside(label: int, points: Points, chance: np.random.Generator) -> Mask:
-    """Return the pixels of an object of random size, place and turn, of about the same area for each class."""
+    """Return the pixels of an object of random size, position and rotation, with about the same area for each class."""
     radius, angle = chance.uniform(0.14, 0.26), chance.uniform(0, 2 * np.pi)
     away = points - chance.uniform(radius, 1 - radius, size=2)
     turn = np.array([[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]])

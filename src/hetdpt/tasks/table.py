@@ -1,4 +1,4 @@
-"""The tasks beyond naming an image, a row each: what is built, on which data, how it is trained and measured."""
+"""The tasks beyond classification, one row each: the model, its data, how it is trained and measured."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ class TaskType:
     """One task."""
 
     metric: str
-    """What its score is called."""
+    """The name of its score."""
     model: type[TaskModel]
     config: type[Any]
     """The settings of ``model``."""
     open: Callable[..., AnnotatedData]
     """Opens data by its name."""
     view: Callable[[tuple[int, int], Preprocessing, bool], AnnotatedView]
-    """From a canvas, a backbone's wishes and whether it is for training to what makes views."""
+    """Makes the views from the canvas, the backbone's preprocessing and whether it is for training."""
     measure: Callable[..., TaskScores]
     training: TrainConfig
-    """The paper's settings, and its framework's where it does not say."""
+    """The paper's settings, or its framework's where the paper does not say."""
     size: tuple[int, int]
     """The canvas by default."""
 
