@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 import test_cli
 import test_training_cli
-import typer
 from PIL import Image
 from test_cli import Run
 
@@ -18,7 +18,7 @@ import hetdpt
 from hetdpt.cli import app
 
 run = test_cli.run  # the fixture
-WRONG = {int: ("x", "-7", "1.5", ""), float: ("x", "nan", "-1", "")}
+WRONG = {"integer": ("x", "-7", "1.5", ""), "float": ("x", "nan", "-1", "")}
 WRONG_TEXTS = ("", "no such thing", "\u2028[{")
 UNUSED = {"--data-root", "--revision", "--message"}  # with these data and models any text will do
 TASK = ("--epochs", "1", "--batch-size", "8", "--workers", "0")
@@ -57,12 +57,13 @@ OTHERS: dict[str, tuple[str, ...]] = {
 FEW = ("oneshot", "scan", "eval", "bench", "inspect", "apply")  # options, so that it takes seconds
 MODELS = ("", "no_such_model", "hf:", ".", "..", "/dev/null", "vit_tiny_patch16_224\n", "ü" * 300)
 TRIED: list[str] = []
-_ROOT: Any = typer.main.get_command(app)
+_ROOT: Any = app
 COMMANDS: dict[str, Any] = {
     f"{name} {part}" if part else name: inner
     for name, command in _ROOT.commands.items()
     for part, inner in getattr(command, "commands", {"": command}).items()
 }
+PARAMS = {name: command.get_params(click.Context(command)) for name, command in COMMANDS.items()}
 CONTRADICTIONS: dict[str, tuple[str, ...]] = {
     "run": ("--samples", "SAMPLES", "--rounds", "1,1,1"),
     "oneshot": ("--speedup", "1.5"),
@@ -79,7 +80,7 @@ CONTRADICTIONS: dict[str, tuple[str, ...]] = {
 
 def options(command: str) -> list[Any]:
     """Return the options of a command that take a value, but for where it writes."""
-    named = [one for one in COMMANDS[command].params if one.param_type_name == "option" and not one.is_flag]
+    named = [one for one in PARAMS[command] if one.param_type_name == "option" and not one.is_flag]
     return [one for one in named if one.opts[0] not in {"--out", *UNUSED}]
 
 
@@ -96,7 +97,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def words_of(command: str, home: Path) -> list[str]:
     words = placed({**WORDS, **OTHERS}[command], home)
-    has_out = any(one.opts[0] == "--out" for one in COMMANDS[command].params)
+    has_out = any(one.opts[0] == "--out" for one in PARAMS[command])
     out = "out.png" if command == "explain" else "out"
     return [*command.split(), *words, *(("--out", str(home / out)) if has_out else ())]
 
@@ -128,7 +129,7 @@ def require_refused(told: test_cli.Result, what: str) -> None:
 def test_wrong_values_are_refused(command: str, home: Path, run: Run) -> None:
     tried = 0
     for option in options(command):
-        for value in WRONG.get(option.type_descriptor.annotation, WRONG_TEXTS):
+        for value in WRONG.get(option.type.name, WRONG_TEXTS):
             given = words_of(command, home)
             name = option.opts[0]
             require_refused(run(*given, name, value), f"{command} {name} {value!r}")

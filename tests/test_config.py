@@ -278,7 +278,7 @@ def test_what_a_run_needs_is_asked_for() -> None:
 def test_yaml_says_every_setting() -> None:
     text = config(compare=("random",)).to_yaml()
     values = yaml.safe_load(text)
-    assert text.startswith("# What a run of hetdpt was asked for")
+    assert text.startswith("# Every setting of a run of hetdpt.")
     assert set(values) == {field.name for field in fields(RunConfig)}
     assert values["speedup"] is None
     assert set(values["recovery"]["training"]) == set(asdict(quick().config)["training"])

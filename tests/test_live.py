@@ -16,16 +16,22 @@ import time
 import pytest
 
 import hetdpt.cli.live
-from hetdpt.cli.live import live
-from hetdpt.cli.show import Pace
+from hetdpt.cli.live import Pace, live
 from hetdpt.flow.stages.events import Event
 
 LONG = "sample [bold]2+1[/bold]: 96.10 % " + "and so on " * 6  # longer than the terminal is wide
 START = f"""
 import signal, sys, time
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell lets what it runs in the background ignore Ctrl-C
+from contextlib import contextmanager
 from hetdpt.cli.live import live
 from hetdpt.flow.stages.events import Event
+@contextmanager
+def watching(*words):
+    global watch
+    with live(*words) as display:
+        watch = display.event
+        yield
 def tell():
     watch(Event("", "begin", "analyse,collect,fit,report"))
     watch(Event("analyse", "skip"))
@@ -160,7 +166,7 @@ AT_WORK = drawn(
 
 @pytest.mark.parametrize("as_json", [False, True])
 def test_a_terminal_shows_all_stages_and_the_step_at_work(as_json: bool) -> None:
-    code = f"with live(False, {as_json}) as watch:\n tell(); wait()\n finish()\nprint('result')"
+    code = f"with watching(False, {as_json}):\n tell(); wait()\n finish()\nprint('result')"
     terminal = Terminal(code)
     terminal.read_until(AT_WORK)
     assert terminal.end() == (0, "result\n")
@@ -176,7 +182,7 @@ def test_a_terminal_shows_all_stages_and_the_step_at_work(as_json: bool) -> None
 
 def test_the_display_is_drawn_at_most_four_times_a_second() -> None:
     code = """
-with live(False, False) as watch:
+with watching(False, False):
     watch(Event("", "begin", "collect"))
     watch(Event("collect", "begin"))
     for step in range(1000):
@@ -193,7 +199,7 @@ with live(False, False) as watch:
 @pytest.mark.parametrize("way", ["Ctrl-C", "error"])
 def test_a_run_that_is_stopped_leaves_a_whole_display(way: str) -> None:
     code = "wait()" if way == "Ctrl-C" else "raise ValueError('no such thing')"
-    terminal = Terminal(f"with live(False, False) as watch:\n tell(); {code}")
+    terminal = Terminal(f"with watching(False, False):\n tell(); {code}")
     if way == "Ctrl-C":
         terminal.read_until(AT_WORK)
         time.sleep(0.5)  # not in the middle of a line
@@ -213,7 +219,7 @@ def test_a_run_that_is_stopped_leaves_a_whole_display(way: str) -> None:
 
 
 def test_a_low_terminal_shows_the_stages_around_the_one_at_work() -> None:
-    terminal = Terminal("with live(False, False) as watch:\n tell(); wait()\n finish()", rows=6)
+    terminal = Terminal("with watching(False, False):\n tell(); wait()\n finish()", rows=6)
     terminal.read_until(
         drawn(*NOTES, r"✓ analyse as before", r"\S collect 0:00:\d\d", "  fine-tuning", "  ━.* 4/8, .*", "  0:00:.*")
     )
@@ -222,7 +228,7 @@ def test_a_low_terminal_shows_the_stages_around_the_one_at_work() -> None:
 
 
 def test_a_narrow_terminal_shows_what_fits() -> None:
-    terminal = Terminal("with live(False, False) as watch:\n tell(); wait()\n finish()", columns=18)
+    terminal = Terminal("with watching(False, False):\n tell(); wait()\n finish()", columns=18)
     above = [re.escape(LONG[at : at + 18].rstrip()) for at in range(0, len(LONG), 18)] + ["warning: of a", "library"]
     step = ("  fine-tuning", "  ━━━╸━━━ 4/8, 0:…", "  0:00:.. so far,…")
     terminal.read_until(drawn(*above, "✓ analyse as befo…", r"\S collect 0:00:\d\d", "· fit", "· report", *step))
@@ -232,7 +238,9 @@ def test_a_narrow_terminal_shows_what_fits() -> None:
 
 def test_a_terminal_without_such_letters_gets_plain_ones() -> None:
     terminal = Terminal(
-        "with live(False, False) as watch:\n tell()\n finish()", PYTHONUTF8="0", PYTHONIOENCODING="ascii"
+        "with watching(False, False):\n tell()\n finish()",
+        PYTHONUTF8="0",
+        PYTHONIOENCODING="ascii",
     )
     assert terminal.end() == (0, "")
     assert "+ collect done in 3.4 s" in terminal.screen.text
@@ -240,14 +248,14 @@ def test_a_terminal_without_such_letters_gets_plain_ones() -> None:
 
 
 def test_a_terminal_that_cannot_draw_gets_lines() -> None:
-    terminal = Terminal("with live(False, False) as watch:\n tell()\n finish()", TERM="dumb")
+    terminal = Terminal("with watching(False, False):\n tell()\n finish()", TERM="dumb")
     assert terminal.end() == (0, "")
     assert "\x1b" not in terminal.shown
     assert terminal.shown.startswith("1/4 analyse: as before\r\n2/4 collect\r\n")
 
 
 def test_a_quiet_run_shows_nothing_in_a_terminal_but_warnings() -> None:
-    terminal = Terminal("with live(True, False) as watch:\n tell()\n finish()\nprint('result')")
+    terminal = Terminal("with watching(True, False):\n tell()\n finish()\nprint('result')")
     assert terminal.end() == (0, "result\n")
     assert terminal.shown == "warning: of a library\r\n"
 
@@ -265,9 +273,9 @@ EVENTS = (
 
 
 def feed(is_quiet: bool, as_json: bool) -> None:
-    with live(is_quiet, as_json) as watch:
+    with live(is_quiet, as_json) as display:
         for event in EVENTS:
-            watch(event)
+            display.event(event)
 
 
 def test_lines_where_nobody_watches(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import timm
 import torch
+from click.testing import CliRunner
 from torch import nn
-from typer.testing import CliRunner
 
 import hetdpt
 from hetdpt.cli import app
@@ -146,9 +146,9 @@ class TestCommand:
     @pytest.mark.parametrize(
         ("options", "sentence"),
         [
-            ((), "say either how many of each kind go"),
-            (("--layers", "2", "--attention", "1"), "say either how many of each kind go"),
-            (("--layers", "2"), "the method hetdpt needs the number of layers of each kind, but got 2 in total"),
+            ((), "give either how many layers of each kind to remove"),
+            (("--layers", "2", "--attention", "1"), "give either how many layers of each kind to remove"),
+            (("--layers", "2"), "the method hetdpt takes so many layers of each kind, not 2 in all"),
             (("--layers", "2", "--method", "ranom"), "there is no method 'ranom'; did you mean random?"),
             (("--layers", "2", "--method", "random", "--samples", "x.csv"), "random has no such split"),
             (("--attention", "4"), "cannot remove 4 attention layers: this model has 3"),

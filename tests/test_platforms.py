@@ -106,7 +106,7 @@ for words in (
 
 def play(system: str, code: str, folder: Path) -> str:
     """Return what ``code`` prints where ``system`` is played."""
-    command = [sys.executable, "-c", f"{SYSTEMS[system]}\nimport socket, time\nfrom hetdpt import host\n{code}"]
+    command = [sys.executable, "-c", f"{SYSTEMS[system]}\nimport socket, time\nfrom hetdpt.core import host\n{code}"]
     environment = {**os.environ, "TMPDIR": str(folder)}
     result = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment)
     assert result.returncode == 0, result.stderr

@@ -447,13 +447,13 @@ def test_blocks_are_not_guessed(run: Run, listing: Path) -> None:
     ("options", "text"),
     [
         (("--layers", 30), r"no split meets layers = 30; the nearest is 12 attention \+ 12 activation, 24 layers, .*"),
-        (("--layers", -1), "--layers is -1; expected a whole number of at least 0, such as 8"),
+        (("--layers", -1), "--layers is '-1'; expected a whole number of at least 0, such as 8"),
         (("--macs", "1%"), r"no split meets macs <= 40M; the nearest is 12 attention \+ 12 activation, .*"),
         (
             ("--speedup", 9),
             r"no split meets speedup >= 9; the nearest is 12 attention \+ 12 .*, a speedup of 2\.5, .*",
         ),
-        (("--speedup", "nan"), "--speedup is nan; expected a number above 0, such as 1.5"),
+        (("--speedup", "nan"), "--speedup is 'nan'; expected a number above 0, such as 1.5"),
         (
             ("--params", "0%"),
             "--params is '0%'; expected a number above 0, such as 16M, or a percentage .*",
@@ -466,7 +466,7 @@ def test_blocks_are_not_guessed(run: Run, listing: Path) -> None:
             )
             for amount in ("many", "3,2G", "-3G", "3.2GM", "%")
         ),
-        (("--batch", 4, "--num-classes", 10), "there is no model for --num-classes, --batch; give --model MODEL too"),
+        (("--batch", 4, "--num-classes", 10), "there is no model for --num-classes, --batch; add --model MODEL"),
         (("--model", "test_vit"), "--prices and --model both say what layers cost; give one of them"),
     ],
 )

@@ -9,13 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
-import typer.main
 
 from hetdpt.cli import app
 
 ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "README.md").read_text()
-PARSER = typer.main.get_command(app)
+PARSER = app
 
 
 def blocks(language: str) -> list[str]:
@@ -34,7 +33,7 @@ def test_there_are_commands() -> None:
 
 @pytest.mark.parametrize("words", commands(), ids=" ".join)
 def test_every_command_is_understood(words: list[str]) -> None:
-    command, (name, *rest) = PARSER.commands[words[0]], words  # type: ignore[attr-defined]
+    command, (name, *rest) = PARSER.commands[words[0]], words
     if hasattr(command, "commands"):  # detect and segment have commands of their own
         command, (name, *rest) = command.commands[rest[0]], rest
     assert command.make_context(name, rest).params

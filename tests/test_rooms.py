@@ -45,7 +45,7 @@ FENCES = {
     "rich": {"cli"},
     "filelock": {"store"},
     "psutil": {"core"},
-    "typer": {"cli"},
+    "click": {"cli"},
 }
 WITHOUT_TORCH = {"report", "results"}
 WITHOUT_TORCH_TOO = {

@@ -16,7 +16,7 @@ from test_cli import Run
 from test_training_cli import build
 
 import hetdpt
-from hetdpt.cli import show
+from hetdpt.cli import live
 from hetdpt.studies.scan import ScanTable
 
 run = test_cli.run  # the fixture
@@ -106,21 +106,21 @@ def test_one_of_them_is_named(run: Run, dense: Path, monkeypatch: pytest.MonkeyP
 def test_too_few_images_for_others_are_used_twice(run: Run, dense: Path, images: Path) -> None:
     options = ("--data", images, "--images", 6, "--judge-images", 4, "--no-latency")
     result = run("scan", dense, *options)
-    assert result.out.startswith("9 images are too few for 6 and 4 others; damage is measured on the same\n")
+    assert result.out.startswith("9 images are too few for 6 and 4 others; damage is measured on the same images\n")
     assert "fitted on 6 images, compared on 6 of them." in result.out
     table = table_in(run("scan", dense, *options, "--json").out)
     assert (table.fitted_on, table.judged_on, table.is_apart) == (6, 6, False)
 
 
 def test_random_weights_are_pointed_out(run: Run) -> None:
-    note = "note: the weights are random; give --weights FILE or --pretrained for a model that sees anything\n"
+    note = "note: the weights are random; give --weights FILE or --pretrained to use a trained model\n"
     result = run("scan", "test_vit", "--img-size", 32, "--num-classes", 4, *FAST)
     assert result.code == 0
     assert note in result.out
 
 
 def test_progress_now_and_then_where_nobody_watches(run: Run, dense: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(show, "EVERY", 0.0)
+    monkeypatch.setattr(live, "EVERY", 0.0)
     result = run("scan", dense, *FAST)
     assert result.code == 0
     assert re.search(r"^fitting 2/2, 0:00:00 left$", result.err, re.MULTILINE)

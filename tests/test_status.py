@@ -159,7 +159,7 @@ def test_a_run_at_work_tells_how_far_it_is(run: Run, tmp_path: Path) -> None:
     assert at_work["words"].startswith("fine-tuning, 40/230, 0.")
     assert at_work["words"].endswith(" s ago")
     assert "fine-tuning, 40/230, " in table
-    assert table.splitlines()[-1] == "a process is at work here"
+    assert table.splitlines()[-1] == "a process is working here"
 
 
 def test_a_run_that_was_killed_is_interrupted_and_can_go_on(run: Run, tmp_path: Path) -> None:
@@ -171,7 +171,7 @@ def test_a_run_that_was_killed_is_interrupted_and_can_go_on(run: Run, tmp_path: 
     assert lines[0].strip() == str(directory)
     assert any("interrupted" in line and "fine-tuning, 40/230, 2 h 1 min ago" in line for line in lines)
     command = f"hetdpt run --config '{directory / CONFIG}' --out '{directory}'"
-    assert lines[-1] == f"nobody is at work here; {command} goes on"
+    assert lines[-1] == f"no process is working here; {command} resumes it"
     now.write_text("{")  # says nothing any more, and nothing is lost
     assert states(run, directory)["recover"] == "interrupted"
 
@@ -234,8 +234,8 @@ def test_it_needs_no_torch(tmp_path: Path) -> None:
     code = f"""
 import sys
 from pathlib import Path
-from hetdpt.cli.status import status
-status(Path({str(directory)!r}), as_json=True)
+from hetdpt.cli.status import StatusOptions, status
+status(StatusOptions(run=Path({str(directory)!r}), as_json=True))
 assert not {{"torch", "timm", "numpy", "scipy", "matplotlib"}} & sys.modules.keys()
 """
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)

@@ -47,7 +47,7 @@ def wait():
     time.sleep(20)
     raise AssertionError("nothing has ended this")
 
-def command():
+def command(**words):
 {body}
 
 hetdpt.cli.app = command

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import timm
 import torch
+from click.testing import CliRunner, Result
 from families import Family, by_label, named
 from torch import Tensor, nn
-from typer.testing import CliRunner, Result
 
 import hetdpt
 from hetdpt.adapters.attention import attention_at

@@ -6,10 +6,10 @@ import atexit
 import os
 import sys
 import warnings
-from collections.abc import Callable
-from typing import Annotated, Any
+from functools import partial
+from typing import Any
 
-import typer
+import click
 
 from hetdpt.cli import (
     collect,
@@ -31,51 +31,72 @@ from hetdpt.cli import (
     transfer,
     width,
 )
+from hetdpt.cli.command import Commands
 from hetdpt.cli.stopping import Stopped, farewell, one_line, reason, stoppable
 from hetdpt.core.errors import HetDPTError
 
-app = typer.Typer(
-    help="Make Vision Transformers faster by removing attention layers and FFN activations.",
-    no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
+
+def _task(name: str, help: str, task: str) -> Commands:
+    functions = {"train": partial(tasks.train, task=task), "eval": partial(tasks.eval_, task=task)}
+    return Commands(name, help, {"Commands": functions})
+
+
+app = Commands(
+    "hetdpt",
+    "Make Vision Transformers faster by removing attention layers and FFN activations.",
+    {
+        "Start here": {
+            "run": run.run,
+            "demo": demo.demo,
+            "status": status.status,
+            "report": report.report,
+        },
+        "Look at a model": {
+            "inspect": models.inspect,
+            "scan": scan.scan,
+            "observe": observe.observe,
+            "explain": explain.explain,
+            "bench": models.bench,
+            "eval": training.eval_,
+        },
+        "Make a model faster without training": {
+            "oneshot": oneshot.oneshot,
+            "apply": models.apply,
+            "width": width.width,
+            "tokens": tokens.tokens,
+        },
+        "Single steps of a run": {
+            "collect": collect.collect,
+            "predict": predict.predict,
+            "select": select.select,
+            "compare": compare.compare,
+            "train": training.train,
+            "recover": training.recover,
+            "recipes": training.recipes,
+        },
+        "Use a model elsewhere": {
+            "export": models.export,
+            "push": models.push,
+            "transfer": transfer.transfer,
+            "detect": _task("detect", "Find objects with a model as the backbone: train, eval.", "detection"),
+            "segment": _task(
+                "segment", "Classify every pixel with a model as the backbone: train, eval.", "segmentation"
+            ),
+        },
+    },
 )
 
-COMMANDS: tuple[Callable[..., None], ...] = (
-    run.run,
-    status.status,
-    report.report,
-    models.inspect,
-    models.bench,
-    models.apply,
-    scan.scan,
-    observe.observe,
-    explain.explain,
-    collect.collect,
-    oneshot.oneshot,
-    width.width,
-    tokens.tokens,
-    transfer.transfer,
-    predict.predict,
-    compare.compare,
-    select.select,
-    training.train,
-    training.recover,
-    training.recipes,
-    models.export,
-    models.push,
-    demo.demo,
-)
-for command in COMMANDS:
-    app.command()(command)
-app.command("eval")(training.eval_)
-TASKS = {
-    "detect": ("detection", "Find objects with a model as the backbone: train, eval."),
-    "segment": ("segmentation", "Tell the class of every pixel with a model as the backbone: train, eval."),
-}
-for name, (task, words) in TASKS.items():
-    app.add_typer(tasks.app_of(task, words), name=name)
+
+def _print_version(ctx: click.Context, param: click.Parameter, value: bool) -> None:
+    if value:
+        from hetdpt import __version__
+
+        click.echo(f"hetdpt {__version__}")
+        ctx.exit()
+
+
+version: dict[str, Any] = {"is_flag": True, "is_eager": True, "expose_value": False, "callback": _print_version}
+app.params.append(click.Option(["--version"], help="Print the version.", **version))
 
 
 def main() -> None:
@@ -84,21 +105,34 @@ def main() -> None:
     try:
         with stoppable():
             _require_no_empty(sys.argv[1:])
-            app()
+            code = app(prog_name="hetdpt", standalone_mode=False)
+    except click.exceptions.NoArgsIsHelpError as error:
+        error.show()
+        _leave(error.exit_code)
+    except click.UsageError as error:
+        _refuse(f"{_sentence(error)}; {error.ctx.command_path if error.ctx else 'hetdpt'} --help lists all options")
     except (HetDPTError, OSError) as error:
-        rank = os.environ.get("RANK", "0")
-        text = one_line(reason(error) if isinstance(error, OSError) else str(error))
-        typer.echo(f"error: {text}" if rank == "0" else f"error in process {rank}: {text}", err=True)
-        _leave(2)
-        sys.exit(2)
+        _refuse(reason(error) if isinstance(error, OSError) else str(error))
     except Stopped as stopped:
         if os.environ.get("RANK", "0") == "0":
-            typer.echo(farewell(stopped), err=True)
+            click.echo(farewell(stopped), err=True)
         _leave(stopped.code)
-        sys.exit(stopped.code)
-    except SystemExit as end:  # typer's way of being done
-        _leave(end.code)
-        raise
+    else:
+        _leave(code or 0)
+
+
+def _refuse(text: str) -> None:
+    """Print an error in one line, and end with exit code 2."""
+    rank = os.environ.get("RANK", "0")
+    place = "" if rank == "0" else f" in process {rank}"
+    click.echo(f"error{place}: {one_line(text)}", err=True)
+    _leave(2)
+
+
+def _sentence(error: click.UsageError) -> str:
+    """Return what is wrong with the words of a command, as part of a sentence."""
+    text = error.format_message().strip().removesuffix(".")
+    return text[:1].lower() + text[1:]
 
 
 def _require_no_empty(words: list[str]) -> None:
@@ -112,34 +146,25 @@ def _require_no_empty(words: list[str]) -> None:
         raise HetDPTError(f"{what} is empty; give it a value, or leave it out")
 
 
-@app.callback(invoke_without_command=True)
-def _version(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
-    if version:
-        from hetdpt import __version__
+def _leave(code: int) -> None:
+    """End this process with exit code ``code``.
 
-        typer.echo(f"hetdpt {__version__}")
-        raise typer.Exit
-
-
-def _leave(code: object) -> None:
-    """End this process with exit code ``code`` if it is one of a group.
-
-    Threads of the group outlive ``destroy_process_group`` where something still holds it. At the end of the program
-    they now and then abort the process, so the end is left out: what Python has to do is done, the rest is memory.
+    In a process group, threads outlive ``destroy_process_group`` where something still holds the group. At the end of
+    the program they now and then abort the process, so that end is left out: all that Python has to do is done here.
     """
-    if "torch.distributed" not in sys.modules:
-        return
-    import torch.distributed as dist
+    if "torch.distributed" in sys.modules:
+        import torch.distributed as dist
 
-    from hetdpt.core.processes import is_distributed
+        from hetdpt.core.processes import is_distributed
 
-    if is_distributed():
-        dist.destroy_process_group()
-        atexit._run_exitfuncs()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code if isinstance(code, int) else int(code is not None))
+        if is_distributed():
+            dist.destroy_process_group()
+            atexit._run_exitfuncs()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+    sys.exit(code)
 
 
 def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
-    typer.echo(f"warning: {message}", err=True)
+    click.echo(f"warning: {message}", err=True)

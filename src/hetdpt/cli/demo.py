@@ -2,32 +2,31 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
 
-import typer
-
-from hetdpt.cli.options import Json, Quiet
+from hetdpt.cli.options import OutputOptions
 from hetdpt.cli.run import do
-from hetdpt.cli.show import stages
 
 
-def demo(
-    out: Annotated[Path, typer.Option(help="Run directory; again, it goes on where it stopped.")] = Path("runs/demo"),
-    retrain: Annotated[bool, typer.Option("--retrain", help="Train the dense model anew first, in minutes.")] = False,
-    redo: Annotated[str | None, typer.Option(help="Do this stage and all that follow anew.")] = None,
-    as_json: Json = False,
-    quiet: Quiet = False,
-) -> None:
+class DemoOptions(OutputOptions):
+    out: Path = Path("runs/demo")
+    """Run directory; the same command resumes an interrupted run."""
+    retrain: bool = False
+    """Train the dense model again first, which takes minutes."""
+    redo: str | None = None
+    """Repeat this stage and all that follow it."""
+
+
+def demo(options: DemoOptions) -> None:
     """Make the model that comes with hetdpt faster, compare methods, write a report; minutes on a CPU."""
-    from dataclasses import replace
-
     from hetdpt.flow.demo import demo_config, train_model
 
+    out = options.out
     config = demo_config(out)
-    if retrain:
+    if options.retrain:
         dense = out.with_name(f"{out.name}-dense")
-        with stages(quiet or as_json) as (move, _):
-            train_model(dense, progress=move)
+        with options.live() as display:
+            train_model(dense, progress=display.step)
         config = replace(config, model=str(dense))
-    do(config, redo, None, as_json, quiet)
+    do(config, options, options.redo)

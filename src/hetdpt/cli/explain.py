@@ -1,89 +1,64 @@
-"""The command explain: what each attention layer saw of an image, and how alike neighbouring layers are in that."""
+"""The command explain: what each attention layer attends to in an image, and how similar neighbouring layers are."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
+import click
 
-from hetdpt.cli.options import (
-    Classes,
-    DataRoot,
-    Device,
-    ImgSize,
-    Json,
-    Model,
-    Overwrite,
-    Pretrained,
-    Quiet,
-    Weights,
-    read_plan,
-    with_removal,
-)
-from hetdpt.cli.show import note_random_weights, print_, print_json, progress, table
+from hetdpt.cli.command import option
+from hetdpt.cli.options import DeviceOptions, ModelOptions, OutputOptions, OverwriteOptions, read_plan, with_removal
+from hetdpt.cli.show import print_, print_json, table
 from hetdpt.core.errors import PlanError
 from hetdpt.report.relevance import answer_words, class_words, verdict
 
+CONFIG = "hetdpt.studies.explain.ExplainConfig"
 
-def explain(
-    model: Model,
-    image: Annotated[list[Path], typer.Option(help="An image, or a folder of images; may be repeated.")],
-    out: Annotated[Path, typer.Option(help="Figure to write, .png or .svg; the numbers go beside it, as .json.")],
-    target: Annotated[
-        str | None, typer.Option("--class", help="Number or name of the class; the most probable one by default.")
-    ] = None,
-    plan: Annotated[
-        str | None, typer.Option("--plan", help="Layers to mark: a JSON file, or a plan such as paper/deit_base-10.")
-    ] = None,
-    removal: Annotated[
-        str | None, typer.Option(help="What takes their place: calibrated where there is --data, else plain.")
-    ] = None,
-    data: Annotated[str | None, typer.Option(help="Images, without labels, to fit calibrated removal on.")] = None,
-    data_root: DataRoot = None,
-    calibration: Annotated[int, typer.Option(min=1, help="How many of them to use.")] = 256,
-    first: Annotated[int, typer.Option(min=1, help="Images to take of a folder, by name.")] = 8,
-    drawn: Annotated[int, typer.Option(min=1, help="Images to draw, the first ones; numbers are of all.")] = 8,
-    batch_size: Annotated[int, typer.Option(min=1, help="Images per forward pass.")] = 8,
-    weights: Weights = None,
-    pretrained: Pretrained = False,
-    num_classes: Classes = None,
-    img_size: ImgSize = None,
-    device: Device = None,
-    overwrite: Overwrite = False,
-    as_json: Json = False,
-    quiet: Quiet = False,
-) -> None:
-    """Draw what each attention layer saw of images, removed layers framed; say how alike neighbouring layers are."""
+
+class ExplainOptions(ModelOptions, DeviceOptions, OverwriteOptions, OutputOptions):
+    image: list[Path] = option(is_required=True)
+    """An image, or a folder of images; may be repeated."""
+    out: Path
+    """Figure to write, .png or .svg; the numbers are written beside it, as .json."""
+    target: Any = option(f"{CONFIG}.target", flag="--class")
+    plan: str | None = None
+    """Layers to mark: a JSON file, or a plan such as paper/deit_base-10."""
+    removal: Any = option("RunConfig.removal", shows_default=False)
+    """What replaces them: calibrated if there is --data, else plain."""
+    data: Any = option(f"{CONFIG}.data")
+    data_root: Any = option("RunConfig.data_root")
+    calibration: Any = option(f"{CONFIG}.calibration", least=1)
+    first: Any = option(f"{CONFIG}.first", least=1)
+    drawn: Any = option(f"{CONFIG}.drawn", least=1)
+    batch_size: Any = option(f"{CONFIG}.batch_size", least=1)
+
+
+def explain(options: ExplainOptions) -> None:
+    """Draw what each attention layer attends to in images, with removed layers framed."""
     from hetdpt.core.modules import find_device
-    from hetdpt.core.randomness import seeded
-    from hetdpt.export.saved import open_model
     from hetdpt.studies.explain import ExplainConfig, explain_into, numbers_beside, require_places
 
-    require_places(out, overwrite, [*image, *([Path(plan)] if plan else [])])
-    if plan is None and (data or removal):
-        raise PlanError("--data and --removal say what takes the place of layers, but none goes; add --plan")
+    out, plan = options.out, options.plan
+    require_places(out, options.overwrite, [*options.image, *([Path(plan)] if plan else [])])
+    if plan is None and (options.data or options.removal):
+        raise PlanError("--data and --removal say what replaces the layers of a plan; add --plan")
+    usual = "calibrated" if options.data else "plain"
     config = ExplainConfig(
-        target=target,
-        plan=with_removal(read_plan(plan), removal, "calibrated" if data else "plain") if plan else None,
-        data=data,
-        root=data_root,
-        calibration=calibration,
-        first=first,
-        drawn=drawn,
-        batch_size=batch_size,
-        name=model,
-        overwrite=overwrite,
+        plan=with_removal(read_plan(plan), options.removal, usual) if plan else None,
+        root=options.data_root,
+        name=options.model,
+        overwrite=options.overwrite,
+        **options.settings("ExplainConfig"),
     )
-    with seeded(0):  # random weights too are the same each time
-        network = open_model(model, weights=weights, pretrained=pretrained, num_classes=num_classes, img_size=img_size)
-    with progress("explaining", quiet or as_json) as move:
-        values = explain_into(out, network.to(find_device(device)), image, config, move).record()
-    if as_json:
+    network = options.open_model().to(find_device(options.device))
+    with options.live() as display:
+        values = explain_into(out, network, options.image, config, display.counter("explaining")).record()
+    if options.as_json:
         return print_json(figure=str(out), **values)
     _print(values)
-    note_random_weights(model, weights, pretrained)
-    typer.echo(f"written to {out} and {numbers_beside(out)}")
+    options.note_random_weights()
+    click.echo(f"written to {out} and {numbers_beside(out)}")
 
 
 def _print(values: dict[str, Any]) -> None:
@@ -91,10 +66,10 @@ def _print(values: dict[str, Any]) -> None:
     print_(_answers(images))
     print_(_likeness(values))
     if values["rows"] == "windows":
-        typer.echo("the blocks cut windows: maps are means over the rows of each, and there is none of the whole model")
+        click.echo("the blocks cut windows: maps are means over the rows of each, and there is none of the whole model")
     for measure, found in values["contrast"].items():
         if found:
-            typer.echo(verdict(measure, found, len(images)))
+            click.echo(verdict(measure, found, len(images)))
 
 
 def _answers(images: list[dict[str, Any]]) -> Any:

@@ -1,125 +1,101 @@
-"""Commands on a model as it is: inspect, bench, apply, export, push, demo."""
+"""Commands on a model as it is: inspect, bench, apply, export, push."""
 
 from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Any
 
-import typer
+import click
 
+from hetdpt.cli.command import Options, option
 from hetdpt.cli.options import (
-    Batch,
-    Classes,
-    DataRoot,
-    Device,
-    ImgSize,
-    Json,
-    Model,
-    Overwrite,
-    PlanName,
-    Pretrained,
-    Quiet,
-    Runs,
-    Weights,
+    DeviceOptions,
+    JsonOptions,
+    ModelOptions,
+    OutputOptions,
+    OverwriteOptions,
     read_plan,
     with_removal,
 )
-from hetdpt.cli.show import (
-    note_random_weights,
-    print_breakdown,
-    print_costs,
-    print_json,
-    print_sites,
-    print_speed,
-    progress,
-)
+from hetdpt.cli.show import print_breakdown, print_costs, print_json, print_sites, print_speed
 from hetdpt.core.plan import Plan
 from hetdpt.export.runtimes import SUFFIXES, runtime_of
 
 
-def inspect(
-    model: Model,
-    plan: Annotated[str | None, typer.Option(help="A plan whose removals and costs to show.")] = None,
-    latency: Annotated[bool, typer.Option("--latency", help="Measure what each site's removal saves here.")] = False,
-    weights: Weights = None,
-    num_classes: Classes = None,
-    img_size: ImgSize = None,
-    batch: Batch = None,
-    device: Device = None,
-    as_json: Json = False,
-    quiet: Quiet = False,
-) -> None:
-    """Show the blocks of a model, what can be removed, and what it costs before and after."""
+class InspectOptions(ModelOptions, DeviceOptions, OutputOptions):
+    plan: str | None = None
+    """A plan whose removals and costs to show: a JSON file, or a plan of the paper such as paper/deit_base-10."""
+    latency: bool = False
+    """Measure how much time the removal of each layer saves."""
+    batch: Any = option("RunConfig.batch", least=1, panel="Device")
+
+
+def inspect(options: InspectOptions) -> None:
+    """Show the blocks of a model, the layers that can be removed, and the costs before and after."""
     from hetdpt.core.modules import clone, find_device
-    from hetdpt.export.saved import open_model
     from hetdpt.measurement.costs import Costs
     from hetdpt.measurement.speed import latency_table
     from hetdpt.surgery.merge import merge_
     from hetdpt.surgery.record import sites, survey_of
     from hetdpt.surgery.remove import place_
 
-    chosen, place = read_plan(plan) if plan else Plan(), find_device(device)
-    network = open_model(model, weights=weights, num_classes=num_classes, img_size=img_size, is_empty=not latency)
-    found = survey_of(network)
-    left = sites(network)
+    plan, device = read_plan(options.plan) if options.plan else Plan(), find_device(options.device)
+    network = options.open_model(is_empty=not options.latency)
+    found, offered = survey_of(network), sites(network)
     costs = {"dense": Costs.of(network, found.input_size)}
-    if len(chosen):
-        costs["pruned"] = Costs.of(merge_(place_(clone(network), chosen)), found.input_size)
+    if len(plan):
+        costs["pruned"] = Costs.of(merge_(place_(clone(network), plan)), found.input_size)
     table = None
-    if latency:
-        network.to(place)
-        with progress("timing", quiet or as_json) as move:
-            table = latency_table(network, batch=batch, progress=move)
-    if as_json:
+    if options.latency:
+        network.to(device)
+        with options.live() as display:
+            table = latency_table(network, batch=options.batch, progress=display.counter("timing"))
+    if options.as_json:
         return print_json(
-            model=model,
+            model=options.model,
             blocks=found.anatomy.blocks,
             input_size=found.input_size,
-            sites=[{**asdict(site), "removed": chosen.removes(site)} for site in left],
+            sites=[{**asdict(site), "removed": plan.removes(site)} for site in offered],
             refusals=found.refusals,
             costs={name: asdict(cost) for name, cost in costs.items()},
             latency=asdict(table) if table else None,
         )
-    print_sites(left, chosen, table)
+    print_sites(offered, plan, table)
     for refusal in found.refusals:
-        typer.echo(f"not offered: {refusal}")
+        click.echo(f"not offered: {refusal}")
     print_costs(costs)
     if table:
         print_breakdown(table)
 
 
-def bench(
-    model: Model,
-    plan: PlanName,
-    weights: Weights = None,
-    num_classes: Classes = None,
-    img_size: ImgSize = None,
-    batch: Batch = None,
-    device: Device = None,
-    runs: Runs = 100,
-    seconds: Annotated[float | None, typer.Option(help="Stop early after this time.")] = None,
-    as_json: Json = False,
-    quiet: Quiet = False,
-) -> None:
-    """Measure the speedup of a plan on this machine, dense and pruned taking turns."""
+class BenchOptions(ModelOptions, DeviceOptions, OutputOptions):
+    plan: str
+    """A JSON file, or a plan of the paper such as paper/deit_base-10."""
+    batch: Any = option("RunConfig.batch", least=1, panel="Device")
+    runs: Any = option("TokensConfig.runs", least=1, default=100)
+    seconds: float | None = None
+    """Stop early after this time."""
+
+
+def bench(options: BenchOptions) -> None:
+    """Measure the speedup of a plan on this machine; dense and pruned models take turns."""
     from hetdpt.core.modules import clone, find_device
-    from hetdpt.export.saved import open_model
     from hetdpt.measurement.costs import Costs
     from hetdpt.measurement.speed import measure_throughput
     from hetdpt.surgery.merge import merge_
     from hetdpt.surgery.record import survey_of
     from hetdpt.surgery.remove import place_
 
-    chosen = read_plan(plan)
-    place = find_device(device)
-    dense = open_model(model, weights=weights, num_classes=num_classes, img_size=img_size).to(place)
+    plan, device = read_plan(options.plan), find_device(options.device)
+    dense = options.open_model().to(device)
     size = survey_of(dense).input_size
-    models = {"dense": dense, "pruned": merge_(place_(clone(dense), chosen))}
+    models = {"dense": dense, "pruned": merge_(place_(clone(dense), plan))}
     costs = {name: Costs.of(network, size) for name, network in models.items()}
-    with progress("timing", quiet or as_json) as move:
-        result = measure_throughput(models, size, batch=batch, runs=runs, seconds=seconds, progress=move)
-    if as_json:
+    rounds = {name: getattr(options, name) for name in ("batch", "runs", "seconds")}
+    with options.live() as display:
+        result = measure_throughput(models, size, **rounds, progress=display.counter("timing"))
+    if options.as_json:
         return print_json(
             throughput={name: asdict(value) for name, value in result.throughput.items()},
             speedup=asdict(result.speedup["pruned"]),
@@ -129,32 +105,29 @@ def bench(
     print_speed(result, costs)
 
 
-def apply(
-    model: Model,
-    plan: PlanName,
-    out: Annotated[Path, typer.Option(help="Directory to write.")],
-    weights: Weights = None,
-    pretrained: Pretrained = False,
-    num_classes: Classes = None,
-    img_size: ImgSize = None,
-    data: Annotated[str | None, typer.Option(help="Images, without labels, to fit calibrated removal on.")] = None,
-    data_root: DataRoot = None,
-    images: Annotated[int, typer.Option(min=1, help="How many of them to use.")] = 256,
-    removal: Annotated[
-        str | None, typer.Option(help="What takes their place: calibrated where there are images, else plain.")
-    ] = None,
-    device: Device = None,
-    fold_norms: Annotated[bool, typer.Option("--fold-norms", help="Fold LayerNorm into merged layers too.")] = False,
-    overwrite: Overwrite = False,
-    as_json: Json = False,
-    quiet: Quiet = False,
-) -> None:
+class ApplyOptions(ModelOptions, DeviceOptions, OverwriteOptions, OutputOptions):
+    plan: str
+    """A JSON file, or a plan of the paper such as paper/deit_base-10."""
+    out: Path
+    """Directory to write."""
+    data: str | None = None
+    """Images, without labels, to fit calibrated removal on."""
+    data_root: Any = option("RunConfig.data_root")
+    images: int = option(least=1, default=256)
+    """How many images to use."""
+    removal: Any = option("RunConfig.removal", shows_default=False)
+    """What replaces the layers: calibrated if there are images, else plain."""
+    fold_norms: bool = False
+    """Fold LayerNorm into merged layers too."""
+
+
+def apply(options: ApplyOptions) -> None:
     """Remove the layers of a plan, merge what became linear, and save the smaller model."""
     from hetdpt.adapters.preprocessing import preprocessing_of
     from hetdpt.core.modules import clone, find_device
     from hetdpt.data.fixed_batches import ImageBatches
     from hetdpt.data.images import open_images
-    from hetdpt.export.saved import RECIPE, open_model, save
+    from hetdpt.export.saved import RECIPE, save
     from hetdpt.measurement.agreement import relative_difference
     from hetdpt.measurement.costs import Costs
     from hetdpt.store.atomic import require_new
@@ -163,57 +136,65 @@ def apply(
     from hetdpt.surgery.record import survey_of
     from hetdpt.surgery.remove import prune_
 
-    require_new(out, overwrite, RECIPE)
-    chosen, place = with_removal(read_plan(plan), removal, "calibrated" if data else "plain"), find_device(device)
-    dense = open_model(model, weights=weights, pretrained=pretrained, num_classes=num_classes, img_size=img_size)
+    data, out = options.data, options.out
+    require_new(out, options.overwrite, RECIPE)
+    plan = with_removal(read_plan(options.plan), options.removal, "calibrated" if data else "plain")
+    device, dense = find_device(options.device), options.open_model()
     size = survey_of(dense).input_size
-    if data and chosen.fitted:
-        dense.to(place)
-        batches = ImageBatches(open_images(data, root=data_root), preprocessing_of(dense), count=images)
-        with progress("calibrating", quiet or as_json) as move:
-            pruned = calibrate_(clone(dense), chosen, batches, progress=move).cpu()
+    if data and plan.fitted:
+        dense.to(device)
+        batches = ImageBatches(open_images(data, root=options.data_root), preprocessing_of(dense), count=options.images)
+        with options.live() as display:
+            pruned = calibrate_(clone(dense), plan, batches, progress=display.counter("calibrating")).cpu()
         dense.cpu()
     else:
-        pruned = prune_(clone(dense), chosen)
-    merged = merge_(clone(pruned), fold_norms)
+        pruned = prune_(clone(dense), plan)
+    merged = merge_(clone(pruned), options.fold_norms)
     difference = relative_difference(pruned, merged, size)
     costs = {"dense": Costs.of(dense, size), "pruned": Costs.of(merged, size)}
-    save(merged, out, overwrite=overwrite)
-    if as_json:
+    save(merged, out, overwrite=options.overwrite)
+    if options.as_json:
         rows = {name: asdict(cost) for name, cost in costs.items()}
         return print_json(directory=str(out), costs=rows, merge_difference=difference)
     print_costs(costs)
-    typer.echo(f"merging changed the outputs by {difference:.1e} of the largest one (float rounding)")
-    note_random_weights(model, weights, pretrained)
-    typer.echo(f"saved to {out}; load it with hetdpt.load({str(out)!r})")
+    click.echo(f"merging changed the outputs by {difference:.1e} of the largest one (float rounding)")
+    options.note_random_weights()
+    click.echo(f"saved to {out}; load it with hetdpt.load({str(out)!r})")
 
 
-def export(
-    directory: Annotated[str, typer.Argument(help="A saved directory (or a model's name).")],
-    out: Annotated[Path, typer.Option(help=f"File to write; its ending says what for: {SUFFIXES}.")],
-    overwrite: Overwrite = False,
-    as_json: Json = False,
-) -> None:
+class ExportOptions(OverwriteOptions, JsonOptions):
+    directory: str = option(is_argument=True, is_required=True)
+    """A saved directory, or the name of a model."""
+    out: Path = option(is_required=True, help=f"File to write, in the format of its ending: {SUFFIXES}.")
+
+
+def export(options: ExportOptions) -> None:
     """Write a saved model for another runtime, with a dynamic batch, and compare that with torch."""
     from hetdpt.export.exported import export_model
     from hetdpt.export.saved import open_model
 
-    result = export_model(open_model(directory), out, overwrite=overwrite)
-    if as_json:
+    out = options.out
+    result = export_model(open_model(options.directory), out, overwrite=options.overwrite)
+    if options.as_json:
         return print_json(**{**asdict(result), "path": str(result.path)})
     size = out.stat().st_size / 2**20
-    typer.echo(
+    click.echo(
         f"wrote {out} ({size:.1f} MiB); {runtime_of(out).runner} differs from torch by at most "
         f"{result.largest_difference:.1e}"
     )
 
 
-def push(
-    directory: Annotated[Path, typer.Argument(help="A saved directory.")],
-    repo: Annotated[str, typer.Argument(help="user/name on the hub.")],
-    private: Annotated[bool, typer.Option("--private", help="Make a new repository private.")] = False,
-) -> None:
-    """Upload a saved model to the HuggingFace hub."""
+class PushOptions(Options):
+    directory: Path = option(is_argument=True, is_required=True)
+    """A saved directory."""
+    repo: str = option(is_argument=True, is_required=True)
+    """USER/NAME on the hub."""
+    private: bool = False
+    """Make a new repository private."""
+
+
+def push(options: PushOptions) -> None:
+    """Upload a saved model to the Hugging Face hub."""
     from hetdpt.export.hub import push_to_hub
 
-    typer.echo(push_to_hub(directory, repo, private=private))
+    click.echo(push_to_hub(options.directory, options.repo, private=options.private))

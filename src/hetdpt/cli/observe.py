@@ -3,40 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Any
 
-import typer
+import click
 
-from hetdpt.cli.options import (
-    BatchSize,
-    Classes,
-    DataName,
-    DataRoot,
-    Device,
-    Download,
-    Epochs,
-    Fraction,
-    ImgSize,
-    Json,
-    Lr,
-    Minutes,
-    Model,
-    PerClass,
-    Precision,
-    Pretrained,
-    Quiet,
-    RecipeName,
-    Seed,
-    Settings,
-    Weights,
-    Workers,
-    config_of,
-    given_settings,
-    read_numbers,
-    read_removal,
-    workers_of,
-)
-from hetdpt.cli.show import note_random_weights, print_, print_json, stages, table
+from hetdpt.cli.command import option
+from hetdpt.cli.options import DataOptions, ModelOptions, OutputOptions, TrainingOptions, WorkOptions
+from hetdpt.cli.show import by_others, print_, print_json, table
 from hetdpt.core.errors import PlanError
 from hetdpt.core.plan import KINDS, Kind
 
@@ -46,83 +19,45 @@ if TYPE_CHECKING:
     from hetdpt.surgery.record import Removal
 
 
-def observe(
-    context: typer.Context,
-    model: Model,
-    data: DataName,
-    out: Annotated[
-        Path, typer.Option(help="Run directory; processes that share it share the work, kills lose little.")
-    ],
-    blocks: Annotated[
-        str | None, typer.Option(help="Blocks whose layers are removed, each alone, such as 0,3,6; all by default.")
-    ] = None,
-    removal: Annotated[
-        list[str] | None, typer.Option(help="plain, calibrated, ...; may be repeated, those two by default.")
-    ] = None,
-    no_recovery: Annotated[bool, typer.Option("--no-recovery", help="Gradients alone; no layer is removed.")] = False,
-    gradient_epochs: Annotated[int, typer.Option(min=1, help="Epochs in which gradients are taken down.")] = 1,
-    images: Annotated[int, typer.Option(min=2, help="Training images to fit replacements on.")] = 256,
-    weights: Weights = None,
-    pretrained: Pretrained = False,
-    num_classes: Classes = None,
-    img_size: ImgSize = None,
-    data_root: DataRoot = None,
-    download: Download = False,
-    recipe: RecipeName = "brief",
-    epochs: Epochs = None,
-    batch_size: BatchSize = None,
-    lr: Lr = None,
-    fraction: Fraction = None,
-    per_class: PerClass = None,
-    precision: Precision = None,
-    seed: Seed = None,
-    settings: Settings = None,
-    workers: Workers = None,
-    device: Device = None,
-    minutes: Minutes = 10.0,
-    as_json: Json = False,
-    quiet: Quiet = False,
-) -> None:
-    """Observe how attention and activation differ: gradients, and accuracy without each, before and after training."""
-    from hetdpt.core.randomness import seeded
-    from hetdpt.data.sources import open_data
-    from hetdpt.export.saved import open_model
-    from hetdpt.flow.execution import Execution
+class ObserveOptions(ModelOptions, DataOptions, TrainingOptions, WorkOptions, OutputOptions):
+    out: Path
+    """Run directory; processes that share it share the work, and an interrupted one is resumed."""
+    blocks: Any = option("ObserveConfig.blocks")
+    removal: list[Any] = option("ObserveConfig.removals", default=[])
+    no_recovery: bool = False
+    """Observe gradients only, and remove no layer."""
+    gradient_epochs: Any = option("ObserveConfig.gradient_epochs", least=1)
+    images: Any = option("ObserveConfig.images", least=2)
+    recipe: str = option(panel="Training", default="brief")
+    """Recipe that sets the defaults; hetdpt recipes lists them."""
+
+
+def observe(options: ObserveOptions) -> None:
+    """Observe how attention and activation differ: in gradients, and in accuracy without each layer."""
     from hetdpt.studies.observe import ObserveConfig, observe_into, read_results
 
-    if no_recovery and blocks is not None:
-        raise PlanError("--no-recovery removes no layer, but --blocks says from where; leave one of them out")
-    wanted = "block numbers counted from 0, such as 0,3,6"
-    chosen = read_numbers("--blocks", wanted, blocks) if blocks is not None else None
-    config = ObserveConfig(
-        recovery=config_of(recipe, given_settings(context), settings),
-        removals=tuple(map(read_removal, removal)) if removal else ObserveConfig.removals,
-        blocks=() if no_recovery else chosen,
-        images=images,
-        gradient_epochs=gradient_epochs,
-    )
-    opened = open_data(data, root=data_root, download=download)
-    with seeded(config.recovery.training.seed):  # random weights too are the same in all processes
-        network = open_model(model, weights=weights, pretrained=pretrained, num_classes=num_classes, img_size=img_size)
-    with stages(quiet or as_json) as (move, say):
-        place = Execution(device=device, workers=workers_of(workers), minutes=minutes, progress=move)
-        for one in observe_into(out, network, opened, config, place):
-            if not as_json:
-                say(_line(one))
-    found = read_results(out)
-    if as_json:
-        return print_json(directory=str(out), **found.to_dict())
+    if options.no_recovery and options.blocks is not None:
+        raise PlanError("--no-recovery removes no layer, so that --blocks has no use; leave one of them out")
+    given = options.settings("ObserveConfig") | ({"blocks": ()} if options.no_recovery else {})
+    config = ObserveConfig(recovery=options.recovery(), **given)
+    data, network = options.open_data(), options.open_model(config.recovery.training.seed)
+    with options.live() as display:
+        for one in observe_into(options.out, network, data, config, options.workplace(display)):
+            display.say(_line(one))
+    found = read_results(options.out)
+    if options.as_json:
+        return print_json(directory=str(options.out), **found.to_dict())
     for each in found.removals:
         _print(found, each)
-    note_random_weights(model, weights, pretrained)
-    typer.echo(f"written to {out}: results.json, results.csv, results.png")
+    options.note_random_weights()
+    click.echo(f"written to {options.out}: results.json, results.csv, results.png")
 
 
 def _line(one: Observed) -> str:
     from hetdpt.core.format import removal_text
     from hetdpt.results import Asymmetry, Disparity
 
-    result, by = one.result, "" if one.is_own else " (done before, or by another process)"
+    result, by = one.result, by_others(one.is_own)
     if isinstance(result, Disparity):
         medians = ", ".join(f"{kind} {_short(result.magnitude(kind))}" for kind in KINDS)
         return f"{removal_text(result.removal)}, gradients: {medians}{by}"
@@ -151,7 +86,7 @@ def _print(found: Observations, removal: Removal) -> None:
     print_(rows)
     for sentence in (_gradients(found, removal), _drops(found, removal, after)):
         if sentence:
-            typer.echo(f"{removal_text(removal)}: {sentence}")
+            click.echo(f"{removal_text(removal)}: {sentence}")
 
 
 def _cells(found: Observations, removal: Removal, kind: Kind) -> dict[int, list[str]]:

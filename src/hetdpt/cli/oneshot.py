@@ -4,98 +4,53 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Any
 
-import typer
+import click
 
-from hetdpt.cli.options import (
-    Classes,
-    DataRoot,
-    Device,
-    Download,
-    Images,
-    ImgSize,
-    Json,
-    Model,
-    Overwrite,
-    Pretrained,
-    Quiet,
-    Weights,
-    read_images,
-    read_removal,
-)
-from hetdpt.cli.show import note_random_weights, print_, print_costs, print_json, print_speed, stages, table
+from hetdpt.cli.command import goal_options, option
+from hetdpt.cli.options import DeviceOptions, ImageOptions, ModelOptions, OutputOptions, OverwriteOptions
+from hetdpt.cli.show import print_, print_costs, print_json, print_speed, table
 
 if TYPE_CHECKING:
     from hetdpt.flow.oneshot import OneShot, OneShotStep
 
 
-def oneshot(
-    model: Model,
-    data: Images,
-    out: Annotated[Path, typer.Option(help="Directory to write; after a kill, the same command goes on.")],
-    layers: Annotated[int | None, typer.Option(help="How many layers go.")] = None,
-    speedup: Annotated[float | None, typer.Option(help="How much faster it is to be on this device.")] = None,
-    weights: Weights = None,
-    pretrained: Pretrained = False,
-    num_classes: Classes = None,
-    img_size: ImgSize = None,
-    data_root: DataRoot = None,
-    download: Download = False,
-    images: Annotated[int, typer.Option(min=1, help="Images to fit replacements on.")] = 256,
-    judge_images: Annotated[int, typer.Option(min=1, help="Other images, to measure damage on.")] = 128,
-    batch_size: Annotated[int, typer.Option(min=1, help="Images per forward pass.")] = 32,
-    removal: Annotated[
-        str, typer.Option(help="plain, norm, authors, calibrated, or a pair such as linear,calibrated.")
-    ] = "calibrated",
-    kind: Annotated[str | None, typer.Option(help="The only kind to remove: attention or activation.")] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Which images.")] = 0,
-    device: Device = None,
-    workers: Annotated[int, typer.Option(min=0, help="Processes that read images.")] = 0,
-    overwrite: Overwrite = False,
-    as_json: Json = False,
-    quiet: Quiet = False,
-) -> None:
-    """Remove the layers whose loss does the least damage, replaced by what fits them best; no labels, no training."""
+class OneShotOptions(ModelOptions, ImageOptions, DeviceOptions, OverwriteOptions, OutputOptions):
+    out: Path
+    """Directory to write; the same command resumes an interrupted run."""
+    goals: dict[str, Any] = goal_options("layers", "speedup")
+    removal: Any = option("OneShotConfig.removal")
+    kind: Any = option("OneShotConfig.kind")
+
+
+def oneshot(options: OneShotOptions) -> None:
+    """Remove the layers that do the least damage, with fitted replacements; no labels, no training."""
     from hetdpt.core.modules import find_device
-    from hetdpt.core.randomness import seeded
-    from hetdpt.data.images import open_images
-    from hetdpt.export.saved import RECIPE, open_model
+    from hetdpt.export.saved import RECIPE
     from hetdpt.flow.oneshot import oneshot_into, partial_of
     from hetdpt.selection.goal import OneShotConfig
     from hetdpt.store.atomic import require_new
     from hetdpt.store.run_directory import Run
 
-    config = OneShotConfig(
-        layers=layers,
-        speedup=speedup,
-        kind=kind,  # type: ignore[arg-type]  # the config says what it may be
-        removal=read_removal(removal),
-    )
-    require_new(out, overwrite, RECIPE)
-    source = open_images(data, root=data_root, download=download)
-    with seeded(seed):  # random weights too are the same when it goes on
-        network = open_model(model, weights=weights, pretrained=pretrained, num_classes=num_classes, img_size=img_size)
-    network.to(find_device(device))
-    with stages(quiet or as_json) as (move, say):
-        tell = say if not as_json else _silent
-        options = {"batch_size": batch_size, "seed": seed, "workers": workers}
-        batches, judge = read_images(source, network, (images, judge_images), options, tell)
+    config, out = OneShotConfig(**options.goals, **options.settings("OneShotConfig")), options.out
+    require_new(out, options.overwrite, RECIPE)
+    source = options.open_source()
+    network = options.open_model(options.seed).to(find_device(options.device))
+    with options.live() as display:
+        batches, judge = options.read(source, network, display.say)
         if Run(partial_of(out)).is_begun:
-            tell(f"going on with {partial_of(out)}")
+            display.say(f"resuming {partial_of(out)}")
 
         def watch(step: OneShotStep) -> None:
-            tell(_line(step, is_speedup=speedup is not None))
+            display.say(_line(step, is_speedup="speedup" in options.goals))
 
-        found = oneshot_into(out, network, batches, judge, config, overwrite=overwrite, watch=watch, progress=move)
-    if as_json:
+        words: dict[str, Any] = {"overwrite": options.overwrite, "watch": watch, "progress": display.step}
+        found = oneshot_into(out, network, batches, judge, config, **words)
+    if options.as_json:
         return print_json(directory=str(out), **json.loads(found.to_json()))
     _print(found, out)
-    note_random_weights(model, weights, pretrained)
-
-
-def _silent(_: str) -> None:
-    pass
+    options.note_random_weights()
 
 
 def _line(step: OneShotStep, is_speedup: bool) -> str:
@@ -119,6 +74,6 @@ def _print(found: OneShot, out: Path) -> None:
     print_speed(found.speed, found.costs)
     measured = found.speed.speedup["pruned"].value
     if found.wanted_speedup is not None and measured < found.wanted_speedup:
-        typer.echo(f"note: a speedup of {found.wanted_speedup:g} was asked for; {measured:.3f} is what was reached")
-    typer.echo(f"damage {found.damage:.4g} {found.damage_unit} on {found.images['judge']} images")
-    typer.echo(f"saved to {out} after {found.seconds:.0f} s; load it with hetdpt.load({str(out)!r})")
+        click.echo(f"note: the goal was a speedup of {found.wanted_speedup:g}, but {measured:.3f} was reached")
+    click.echo(f"damage {found.damage:.4g} {found.damage_unit} on {found.images['judge']} images")
+    click.echo(f"saved to {out} after {found.seconds:.0f} s; load it with hetdpt.load({str(out)!r})")

@@ -1,16 +1,19 @@
-"""The options that several commands share."""
+"""The options that several commands share, as groups, and what a command makes of them."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
+import click
 
-from hetdpt.core.errors import ModelError, PlanError, PredictError, TrainError
+from hetdpt.cli.command import MAIN, Options, option
+from hetdpt.cli.live import Display, live
+from hetdpt.core.errors import ModelError, PlanError, TrainError
 from hetdpt.core.host import cores
 from hetdpt.core.plan import Plan
 from hetdpt.core.published import PREFIX, published_plan
@@ -21,77 +24,251 @@ if TYPE_CHECKING:
     from torch import nn
 
     from hetdpt.data.fixed_batches import ImageBatches
-    from hetdpt.data.sources import Source
+    from hetdpt.data.sources import Data, Source
     from hetdpt.data.streams import Stream
+    from hetdpt.flow.execution import Execution
     from hetdpt.selection.predictor.polynomial import Row
     from hetdpt.training.recover import RecoverConfig
 
-Model = Annotated[
-    str, typer.Argument(help="A timm name, hf:NAME (hub name, directory or model type), a saved directory, or demo.")
-]
-PlanName = Annotated[
-    str, typer.Option("--plan", help="A JSON file, or a plan of the paper such as paper/deit_base-10.")
-]
-Weights = Annotated[Path | None, typer.Option(help="Checkpoint (.safetensors or .pth) that fits the model exactly.")]
-Pretrained = Annotated[bool, typer.Option("--pretrained", help="Download the library's own weights.")]
-Classes = Annotated[int | None, typer.Option("--num-classes", min=1, help="Number of classes of the head.")]
-ImgSize = Annotated[int | None, typer.Option("--img-size", min=1, help="Side of the images in pixels.")]
-Images = Annotated[
-    str, typer.Option("--data", help="A folder of images, or any data of hetdpt recover; labels are not looked at.")
-]
-DataRoot = Annotated[
-    Path | None, typer.Option(help="Where torch/, hfds/ and wds/ data is kept, and where a relative folder begins.")
-]
-Download = Annotated[bool, typer.Option("--download", help="Fetch torch/ data that is not there.")]
-Batch = Annotated[int | None, typer.Option(min=1, help="Images per batch: 256 on a GPU, 8 on a CPU by default.")]
-Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1 or mps: the fastest there is by default.")]
-Runs = Annotated[int, typer.Option(min=1, help="Rounds in which each model runs once.")]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
-Quiet = Annotated[bool, typer.Option("--quiet", help="No progress bar.")]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")]
-DataName = Annotated[
-    str,
-    typer.Option("--data", help=f"The images to train and measure on: {FORMS}."),
-]
-Fraction = Annotated[float | None, typer.Option(help="Part of the images to use, 0 to 1.")]
-PerClass = Annotated[int | None, typer.Option(min=1, help="Images of each class to use.")]
-Workers = Annotated[
-    int | None, typer.Option(min=0, help="Processes that read images: one per core by default, at most 8.")
-]
-Out = Annotated[Path, typer.Option(help="Run directory; the same command again goes on where it stopped.")]
-RecipeName = Annotated[str, typer.Option("--recipe", help="Settings to begin with; hetdpt recipes lists them.")]
-Epochs = Annotated[int | None, typer.Option(min=1, help="Passes over the training images.")]
-BatchSize = Annotated[int | None, typer.Option(min=1, help="Images per process and forward pass.")]
-Accumulate = Annotated[int | None, typer.Option(min=1, help="Forward passes per update of the weights.")]
-Lr = Annotated[float | None, typer.Option(help="Learning rate at its peak, taken as it is.")]
-ClipGrad = Annotated[float | None, typer.Option(help="Largest norm of the gradient.")]
-Precision = Annotated[str | None, typer.Option(help="auto, float32, bfloat16 or float16.")]
-Seed = Annotated[int | None, typer.Option(min=0, help="Order of images, augmentation, mixing.")]
-Minutes = Annotated[float, typer.Option("--checkpoint-minutes", min=0, help="Time between checkpoints in an epoch.")]
-Settings = Annotated[
-    list[str] | None,
-    typer.Option("--set", help="Any other setting, such as training.weight_decay=0.05; may be repeated."),
-]
-Board = Annotated[bool, typer.Option("--tensorboard", help="Write TensorBoard files to OUT/tensorboard too.")]
+IMAGES = f"The images to train and measure on: {FORMS}."
 
-# Options that stand for settings; the others of those are reached by --set.
-SETTINGS = {
-    "epochs": "training.epochs",
-    "batch_size": "training.batch_size",
-    "accumulate": "training.accumulate",
-    "lr": "training.lr",
-    "clip_grad": "training.clip_grad",
-    "precision": "training.precision",
-    "seed": "training.seed",
-    "distill": "distillation.kind",
-    "alpha": "distillation.alpha",
-    "temperature": "distillation.temperature",
-    "fraction": "fraction",
-    "per_class": "per_class",
-}
+
+class JsonOptions(Options, panel="Output"):
+    """How results are shown."""
+
+    as_json: bool = option(flag="--json", default=False)
+    """Print one JSON object and nothing else."""
+
+
+class OverwriteOptions(Options, panel="Output"):
+    """Whether files may be replaced."""
+
+    overwrite: bool = False
+    """Replace what exists at --out."""
+
+
+class OutputOptions(JsonOptions, panel="Output"):
+    """How results and progress are shown."""
+
+    quiet: bool = False
+    """Show no progress."""
+
+    def live(self) -> AbstractContextManager[Display]:
+        """Return the display of this command."""
+        return live(self.quiet, self.as_json)
+
+
+class BackboneOptions(Options, panel="Model"):
+    """Which model, of any sizes."""
+
+    model: Any = option("RunConfig.model", is_argument=True, is_required=True, panel=MAIN)
+    weights: Any = option("RunConfig.weights")
+    pretrained: Any = option("RunConfig.pretrained")
+
+    @property
+    def source(self) -> dict[str, Any]:
+        """How the model is built, as ``open_model`` takes it."""
+        return {"weights": self.weights, "pretrained": bool(self.pretrained)}
+
+    def open_model(self, seed: int = 0, **more: Any) -> nn.Module:
+        """Return the model; random weights are the same in all processes, and when the command is given again."""
+        from hetdpt.core.randomness import seeded
+        from hetdpt.export.saved import open_model
+
+        with seeded(seed):
+            return open_model(self.model, **self.source, **more)
+
+
+class ModelOptions(BackboneOptions, panel="Model"):
+    """Which model."""
+
+    num_classes: Any = option("RunConfig.num_classes", least=1)
+    img_size: Any = option("RunConfig.img_size", least=1)
+
+    @property
+    def source(self) -> dict[str, Any]:
+        return {**super().source, "num_classes": self.num_classes, "img_size": self.img_size}
+
+    def open_beside(self, beside: list[str]) -> dict[str, nn.Module]:
+        """Return the model and those ``beside`` it, which bring their own weights, by name."""
+        from hetdpt.export.saved import open_model, saved_directory
+
+        for name in beside:
+            if saved_directory(name) is None:
+                raise ModelError(
+                    f"--beside takes a directory saved by hetdpt, or demo, not {name}; save that model first, or give "
+                    "it as the first model, with --weights"
+                )
+        if len({self.model, *beside}) < 1 + len(beside):
+            raise ModelError(f"{self.model} and {', '.join(beside)}: each model can be compared only once")
+        return {self.model: self.open_model(), **{name: open_model(name) for name in beside}}
+
+    def note_random_weights(self) -> None:
+        """Print a note if the model was built without weights."""
+        from hetdpt.adapters.models import HF_PREFIX
+        from hetdpt.export.saved import saved_directory
+
+        is_local = Path(self.model.removeprefix(HF_PREFIX)).is_dir() or saved_directory(self.model) is not None
+        if not (self.weights or self.pretrained or is_local):
+            click.echo("note: the weights are random; give --weights FILE or --pretrained to use a trained model")
+
+
+class PlaceOptions(Options, panel="Data"):
+    """Where data is."""
+
+    data_root: Any = option("RunConfig.data_root")
+    download: Any = option("RunConfig.download")
+
+    @property
+    def place(self) -> dict[str, Any]:
+        """Where the data is, as ``open_data`` takes it."""
+        return {"root": self.data_root, "download": bool(self.download)}
+
+
+class DataOptions(PlaceOptions, panel="Data"):
+    """Which labelled images."""
+
+    data: Any = option("RunConfig.data", is_required=True, panel=MAIN, help=IMAGES)
+
+    def open_data(self, **more: Any) -> Data:
+        """Return the data."""
+        from hetdpt.data.sources import open_data
+
+        return open_data(self.data, **self.place, **more)
+
+
+class ReadingOptions(Options, panel="Data"):
+    """How images are read, where that is no setting of a training."""
+
+    batch_size: int = option(least=1, default=32)
+    """Images per forward pass."""
+    seed: int = option(least=0, default=0)
+    """Seed of the choice of images."""
+    workers: int = option(least=0, default=0)
+    """Worker processes that read images."""
+
+    @property
+    def reading(self) -> dict[str, int]:
+        return {"batch_size": self.batch_size, "seed": self.seed, "workers": self.workers}
+
+
+class ImageOptions(PlaceOptions, ReadingOptions, panel="Data"):
+    """Which images, without labels: some to fit replacements on, others to measure damage on."""
+
+    data: str = option(is_required=True, panel=MAIN)
+    """A folder of images, or any data of hetdpt recover; labels are ignored."""
+    images: int = option(least=1, default=256)
+    """Images to fit replacements on."""
+    judge_images: int = option(least=1, default=128)
+    """Other images, to measure damage on."""
+
+    def open_source(self) -> Source | Stream:
+        from hetdpt.data.images import open_images
+
+        return open_images(self.data, **self.place)
+
+    def read(
+        self, source: Source | Stream, network: nn.Module, say: Callable[[str], None]
+    ) -> tuple[ImageBatches, ImageBatches]:
+        """Return the images to fit on and others to measure on; the same, and a line about it, if there are too few."""
+        from hetdpt.adapters.preprocessing import preprocessing_of
+        from hetdpt.data.fixed_batches import ImageBatches
+
+        prepared = preprocessing_of(network)
+        batches = ImageBatches(source, prepared, count=self.images, **self.reading)
+        if len(source) < self.images + self.judge_images:
+            say(
+                f"{len(source)} images are too few for {self.images} and {self.judge_images} others; damage is "
+                "measured on the same images"
+            )
+            return batches, batches
+        return batches, ImageBatches(source, prepared, count=self.judge_images, start=self.images, **self.reading)
+
+
+class LoopOptions(Options, panel="Training"):
+    """The settings of a training that are changed most; --set changes the others."""
+
+    epochs: Any = option("RecoverConfig.training.epochs", least=1, shows_default=False)
+    batch_size: Any = option("RecoverConfig.training.batch_size", least=1, shows_default=False)
+    lr: Any = option("RecoverConfig.training.lr", shows_default=False)
+    """Peak learning rate, used as given."""
+    precision: Any = option("RecoverConfig.training.precision", shows_default=False)
+    seed: Any = option("RecoverConfig.training.seed", least=0, shows_default=False)
+    changes: list[str] = option(flag="--set", default=[])
+    """Any other setting, such as training.weight_decay=0.05; may be repeated."""
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The settings that were given as options; a learning rate is used as it is."""
+        given = self.settings("RecoverConfig")
+        return {"training.lr_batch": None, **given} if "training.lr" in given else given
+
+
+class TrainingOptions(LoopOptions, panel="Training"):
+    """The settings of a fine-tuning, beginning with those of a recipe."""
+
+    recipe: str = "quick"
+    """Recipe that sets the defaults; hetdpt recipes lists them."""
+    fraction: Any = option("RecoverConfig.fraction")
+    per_class: Any = option("RecoverConfig.per_class", least=1)
+
+    def recovery(self, more: dict[str, Any] | None = None) -> RecoverConfig:
+        """Return the settings of the recipe with the options, ``more`` and --set."""
+        return config_of(self.recipe, {**self.given, **(more or {})}, self.changes)
+
+    @property
+    def usual_removal(self) -> str:
+        """The removal style of the recipe."""
+        from hetdpt.flow.recipes import recipe
+
+        return recipe(self.recipe).removal
+
+
+class SteadyOptions(Options, panel="Training"):
+    """More of a training, for the commands that are nothing but one."""
+
+    accumulate: Any = option("RecoverConfig.training.accumulate", least=1, shows_default=False)
+    clip_grad: Any = option("RecoverConfig.training.clip_grad")
+
+
+class DeviceOptions(Options, panel="Device"):
+    """On what a command runs."""
+
+    device: Any = option("RunConfig.device")
+
+
+class WorkerOptions(DeviceOptions, panel="Device"):
+    """On what a command runs that reads many images."""
+
+    workers: Any = option("RunConfig.workers", least=0, shows_default=False)
+
+    @property
+    def worker_count(self) -> int:
+        return workers_of(self.workers)
+
+
+class WorkOptions(WorkerOptions, panel="Device"):
+    """On what a command runs that trains, and how often it keeps its state."""
+
+    minutes: Any = option("RunConfig.minutes", flag="--checkpoint-minutes", least=0)
+
+    def workplace(self, display: Display, batch: int | None = None) -> Execution:
+        """Return how this process works."""
+        return workplace(self, display, self.minutes, batch)
+
+
+def workplace(
+    options: WorkerOptions, display: Display, minutes: float | None = None, batch: int | None = None
+) -> Execution:
+    """Return how this process works: its device, the processes that read images, and what it tells."""
+    from hetdpt.flow.execution import Execution
+
+    more = {} if minutes is None else {"minutes": minutes}
+    return Execution(device=options.device, workers=options.worker_count, batch=batch, progress=display.step, **more)
 
 
 def read_plan(name: str) -> Plan:
+    """Return the plan in a file, or the published one of that name; ``PlanError`` for a plan without layers."""
     if name.startswith(PREFIX):
         return published_plan(name)
     try:
@@ -105,102 +282,35 @@ def read_plan(name: str) -> Plan:
     return plan
 
 
-def read_removal(text: str) -> str | tuple[str, str]:
-    """Return the removal written in ``text``: a name, or two styles with a comma between."""
-    styles = tuple(style.strip() for style in text.split(","))
-    return Plan(removal=(styles[0], styles[1]) if len(styles) == 2 else text).removal
+def with_removal(plan: Plan, removal: Any, usual: str) -> Plan:
+    """Return ``plan`` with the ``removal`` given; without one, with its own, or the ``usual`` one instead of ``plain``.
 
-
-def with_removal(plan: Plan, removal: str | None, usual: str) -> Plan:
-    """Return ``plan`` with the removal asked for; where nobody asks, with its own, or the ``usual`` one for ``plain``.
-
-    A plan that says nothing is ``plain``, so that word in a file does not count as asking.
+    A plan that names no removal is ``plain``, so that a file cannot ask for that word.
     """
     if removal is not None:
-        return replace(plan, removal=read_removal(removal))
+        return replace(plan, removal=removal)
     return replace(plan, removal=usual) if plan.removal == "plain" else plan
 
 
-def open_beside(model: str, beside: list[str], options: dict[str, Any]) -> dict[str, nn.Module]:
-    """Return the models by name; those beside the first bring their own weights."""
-    from hetdpt.core.randomness import seeded
-    from hetdpt.export.saved import open_model, saved_directory
-
-    for name in beside:
-        if saved_directory(name) is None:
-            raise ModelError(
-                f"--beside takes a directory that hetdpt has saved, or demo, but {name} is neither; give it as the "
-                "first model, with --weights, or save it first"
-            )
-    if len({model, *beside}) < 1 + len(beside):
-        raise ModelError(f"{model} and {', '.join(beside)} were given, but each model can be compared but once")
-    with seeded(0):  # random weights too are the same when it goes on
-        return {model: open_model(model, **options), **{name: open_model(name) for name in beside}}
-
-
-def read_images(
-    source: Source | Stream,
-    network: nn.Module,
-    counts: tuple[int, int],
-    options: dict[str, int],
-    tell: Callable[[str], None],
-) -> tuple[ImageBatches, ImageBatches]:
-    """Return the images to fit on and others to judge by; the same ones, and a line that says so, where too few."""
-    from hetdpt.adapters.preprocessing import preprocessing_of
-    from hetdpt.data.fixed_batches import ImageBatches
-
-    prepared = preprocessing_of(network)
-    batches = ImageBatches(source, prepared, count=counts[0], **options)
-    if len(source) < sum(counts):
-        tell(f"{len(source)} images are too few for {counts[0]} and {counts[1]} others; damage is measured on the same")
-        return batches, batches
-    return batches, ImageBatches(source, prepared, count=counts[1], start=counts[0], **options)
-
-
-def read_numbers(option: str, what: str, text: str) -> tuple[int, ...]:
-    """Return the numbers in ``text``, with commas between; where they are none, say ``what`` the ``option`` takes."""
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() for part in parts):
-        raise PlanError(f"{option} takes {what}, not {text!r}")
-    return tuple(map(int, parts))
-
-
-def read_rounds(text: str) -> tuple[int, int, int]:
-    """Return the rounds of the three chains that ``text`` says, such as 8,8,3."""
-    parts = text.split(",")
-    if len(parts) != 3 or not all(part.strip().isdecimal() for part in parts):
-        raise PredictError(f"--rounds takes three numbers, of attention, activation and interleaved, not {text!r}")
-    attention, activation, interleaved = (int(part) for part in parts)
-    return attention, activation, interleaved
-
-
 def read_samples(samples: Path, network: nn.Module) -> list[Row]:
-    """Return the samples in a file or a directory of hetdpt collect; what is of another model is refused."""
+    """Return the samples in a file or a directory of hetdpt collect; those of another model are refused."""
     from hetdpt.flow.collection.collect import read_samples
     from hetdpt.surgery.record import survey_of
 
     return read_samples(samples, survey_of(network).anatomy.blocks)
 
 
-def given_settings(context: typer.Context) -> dict[str, Any]:
-    """Return the settings whose options were given."""
-    given = {SETTINGS[name]: value for name, value in context.params.items() if name in SETTINGS}
-    return {name: value for name, value in given.items() if value is not None}
-
-
-def config_of(recipe: str, given: dict[str, Any], settings: list[str] | None) -> RecoverConfig:
+def config_of(recipe: str, given: dict[str, Any], changes: list[str]) -> RecoverConfig:
+    """Return the settings of a recipe with those ``given``, and over them what --set was given."""
     from hetdpt.flow.recipes import recipe as recipe_called
 
-    config = recipe_called(recipe).config
-    if "training.lr" in given:
-        config = config.with_settings({"training.lr_batch": None})
-    return config.with_settings({**given, **read_settings(settings)})
+    return recipe_called(recipe).config.with_settings({**given, **read_settings(changes)})
 
 
-def read_settings(settings: list[str] | None) -> dict[str, Any]:
+def read_settings(changes: list[str]) -> dict[str, Any]:
     """Return what ``--set`` was given, by name."""
     found = {}
-    for setting in settings or ():
+    for setting in changes:
         name, equals, value = setting.partition("=")
         if not equals:
             raise TrainError(f"--set takes NAME=VALUE, such as training.weight_decay=0.05, not {setting!r}")
@@ -218,6 +328,6 @@ def _value(text: str) -> Any:
 
 
 def workers_of(given: int | None) -> int:
-    """Return how many processes read images: this process's part of the cores, or what was given."""
+    """Return how many processes read images: as given, or one for each core that this process has, at most 8."""
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return given if given is not None else max(1, min(8, cores() // processes))

@@ -1,32 +1,19 @@
-"""The command predict: how many layers of each kind to remove, from samples of accuracy alone; no torch but to time."""
+"""The command predict: how many layers of each kind to remove, from samples of accuracy; torch only for timing."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
+import click
 
-from hetdpt.cli.options import (
-    Batch,
-    Classes,
-    DataRoot,
-    Device,
-    ImgSize,
-    Json,
-    Overwrite,
-    Pretrained,
-    Quiet,
-    Weights,
-    Workers,
-    read_removal,
-    workers_of,
-)
+from hetdpt.cli.command import goal_options, option
+from hetdpt.cli.options import ModelOptions, OutputOptions, OverwriteOptions, WorkerOptions, workplace
 from hetdpt.cli.prediction import PREDICT, SHOWN, Prediction, print_prediction, write_prediction
-from hetdpt.cli.show import print_json, stages
+from hetdpt.cli.show import print_json
 from hetdpt.core.errors import PredictError
-from hetdpt.core.goals import GOALS, Amount, Measures
+from hetdpt.core.format import layers, percent
+from hetdpt.core.goals import GOALS, Measures
 from hetdpt.store.atomic import parse_json
 
 if TYPE_CHECKING:
@@ -38,141 +25,106 @@ if TYPE_CHECKING:
 RUN = "run.json"  # of a directory of hetdpt collect
 
 
-def predict(
-    samples: Annotated[Path, typer.Argument(help="A CSV of samples, or a directory of hetdpt collect.")],
-    blocks: Annotated[int | None, typer.Option(help="Blocks of the model; a directory knows them.")] = None,
-    layers: Annotated[int | None, typer.Option(help="How many layers go.")] = None,
-    macs: Annotated[str | None, typer.Option(help="The most MACs: 3.2G, or 70% of the dense model.")] = None,
-    params: Annotated[str | None, typer.Option(help="The most parameters: 16M, or 70% of the dense model.")] = None,
-    speedup: Annotated[float | None, typer.Option(help="How much faster it is to be.")] = None,
-    prices: Annotated[Path | None, typer.Option(help="What each layer costs: a JSON file, see --out.")] = None,
-    model: Annotated[str | None, typer.Option(help="A model whose layers to count and time here instead.")] = None,
-    weights: Weights = None,
-    pretrained: Pretrained = False,
-    num_classes: Classes = None,
-    img_size: ImgSize = None,
-    batch: Batch = None,
-    removal: Annotated[
-        str | None, typer.Option(help="What --model loses: as in hetdpt collect or plain, unless given.")
-    ] = None,
-    device: Device = None,
-    as_given: Annotated[
-        bool, typer.Option("--as-given", help="Use ratios as they are written; else 0.67 is taken for 8/12.")
-    ] = False,
-    out: Annotated[
-        Path | None, typer.Option(help="Directory for predict.json, splits.csv, prices.json, frontier.csv and .png.")
-    ] = None,
-    is_all: Annotated[bool, typer.Option("--all", help=f"Print whole tables, not {SHOWN} rows of each.")] = False,
-    recheck: Annotated[
-        int | None, typer.Option(min=1, help="Measure so many of the best splits by a longer run, and decide on that.")
-    ] = None,
-    data: Annotated[str | None, typer.Option(help="For --recheck: the data that was collected on.")] = None,
-    data_root: DataRoot = None,
-    epochs: Annotated[
-        int | None, typer.Option(min=1, help="Of the fine-tuning of --recheck: three times those of hetdpt collect.")
-    ] = None,
-    workers: Workers = None,
-    overwrite: Overwrite = False,
-    as_json: Json = False,
-    quiet: Quiet = False,
-) -> None:
-    """Predict the accuracy without so many layers of each kind, and choose how many go for a budget."""
+class PredictOptions(ModelOptions, WorkerOptions, OverwriteOptions, OutputOptions):
+    samples: Path = option(is_argument=True, is_required=True)
+    """A CSV of samples, or a directory of hetdpt collect."""
+    goals: dict[str, Any] = goal_options()
+    blocks: int | None = None
+    """Blocks of the model; a directory of hetdpt collect knows them."""
+    prices: Path | None = None
+    """What each layer costs: a JSON file, as written to --out."""
+    model: Any = option(panel="Model")
+    """A model whose layers to count and time instead."""
+    batch: Any = option("RunConfig.batch", least=1, panel="Model")
+    removal: Any = option("RunConfig.removal", shows_default=False, panel="Model")
+    """How layers of --model are removed; by default as in hetdpt collect."""
+    as_given: bool = False
+    """Use ratios as they are written, instead of taking 0.67 for 8/12."""
+    out: Path | None = None
+    """Directory for predict.json, splits.csv, prices.json, frontier.csv and .png."""
+    is_all: bool = option(flag="--all", default=False, help=f"Print whole tables, not {SHOWN} rows of each.")
+    recheck: int | None = option(least=1, panel="Recheck")
+    """Measure this many of the best splits with a longer fine-tuning, and choose by the result."""
+    data: str | None = option(panel="Recheck")
+    """The data of hetdpt collect."""
+    data_root: Any = option("RunConfig.data_root", panel="Recheck")
+    epochs: int | None = option(least=1, panel="Recheck")
+    """Epochs of that fine-tuning, three times those of hetdpt collect by default."""
+
+    def check(self) -> None:
+        """Raise ``PredictError`` for options that have no use together."""
+        of_model = ("num_classes", "img_size", "weights", "pretrained", "batch", "removal")
+        given = self._given(*of_model, *(() if self.recheck else ("device",)))
+        if self.model is None and given:
+            raise PredictError(f"there is no model for {given}; add --model MODEL")
+        if self.model is not None and self.prices is not None:
+            raise PredictError("--prices and --model both say what layers cost; give one of them")
+        if self.recheck is None:
+            if given := self._given("data", "data_root", "epochs", "workers"):
+                raise PredictError(f"nothing is measured again, but {given} was given; add --recheck 3")
+            return
+        if not self.goals:
+            raise PredictError("--recheck chooses between splits of a budget; give one, such as --layers 8")
+        if not self.samples.is_dir():
+            raise PredictError(f"--recheck needs the model too; give a directory of hetdpt collect, not {self.samples}")
+        if self.data is None:
+            raise PredictError("--recheck trains; give --data, the same as for hetdpt collect")
+
+    def _given(self, *names: str) -> str:
+        return ", ".join(f"--{name.replace('_', '-')}" for name in names if getattr(self, name) is not None)
+
+
+def predict(options: PredictOptions) -> None:
+    """Predict the accuracy for each number of layers removed, and split a budget between the kinds."""
     from hetdpt.selection.predictor.allocate import frontier
     from hetdpt.selection.predictor.polynomial import fit_predictor
     from hetdpt.selection.predictor.rows import read_rows, samples_file
     from hetdpt.store.atomic import require_new
 
-    given = {"macs": macs, "params": params, "layers": layers, "speedup": speedup}
-    wanted = {name: GOALS[name].parse(value, f"--{name}") for name, value in given.items() if value is not None}
-    sizes: dict[str, Any] = {"num_classes": num_classes, "img_size": img_size}
-    sizes |= {"weights": weights, "pretrained": pretrained}
-    place: dict[str, Any] = {"batch": batch, "device": device, "removal": removal}
-    again = Recheck(recheck, data, data_root, epochs, workers, device)
-    _refuse_strays(model, prices, {**sizes, **place, "device": None if recheck else device})
-    again.check(samples, bool(wanted))
-    if out is not None:
-        require_new(out, overwrite, PREDICT)
-    rows = read_rows(samples_file(samples))
-    predictor = fit_predictor(rows, _blocks_of(samples, blocks), exact=not as_given)
-    if model is None:
-        priced = _read_prices(samples, prices)
-    else:
-        collected = _read_run(samples).get("config", {}).get("removal", "plain")
-        style = read_removal(removal) if removal else collected if isinstance(collected, str) else tuple(collected)
-        priced = _measure(model, sizes, {**place, "removal": style}, predictor.blocks, quiet or as_json)
-    allocation = _allocate(predictor, wanted, priced) if wanted else None
-    if allocation and recheck:
-        allocation = again.decide(samples, allocation, quiet or as_json, is_silent=as_json)
-    found = Prediction(predictor, frontier(predictor, priced), allocation, priced)
-    if out is not None:
-        write_prediction(found, out, overwrite)
-    if as_json:
+    options.check()
+    if options.out is not None:
+        require_new(options.out, options.overwrite, PREDICT)
+    rows = read_rows(samples_file(options.samples))
+    predictor = fit_predictor(rows, _blocks_of(options.samples, options.blocks), exact=not options.as_given)
+    has_model = options.model is not None
+    prices = _measure(options, predictor.blocks) if has_model else _read_prices(options.samples, options.prices)
+    allocation = _allocate(predictor, options.goals, prices) if options.goals else None
+    if allocation and options.recheck:
+        allocation = _recheck(options, allocation)
+    found = Prediction(predictor, frontier(predictor, prices), allocation, prices)
+    if options.out is not None:
+        write_prediction(found, options.out, options.overwrite)
+    if options.as_json:
         return print_json(**found.values)
-    print_prediction(found, None if is_all else SHOWN)
-    if out is not None:
-        typer.echo(f"written to {out}: {', '.join(sorted(file.name for file in out.iterdir()))}")
+    print_prediction(found, None if options.is_all else SHOWN)
+    if options.out is not None:
+        click.echo(f"written to {options.out}: {', '.join(sorted(file.name for file in options.out.iterdir()))}")
 
 
-@dataclass(frozen=True)
-class Recheck:
-    """How many splits are measured again, and how."""
+def _recheck(options: PredictOptions, allocation: Allocation) -> Allocation:
+    """Return the allocation after the best splits were measured with a longer fine-tuning."""
+    from hetdpt.data.sources import open_data
+    from hetdpt.flow.collection.collect import recheck_into
 
-    count: int | None
-    data: str | None
-    data_root: Path | None
-    epochs: int | None
-    workers: int | None
-    device: str | None
-
-    def check(self, samples: Path, has_budget: bool) -> None:
-        """Raise ``PredictError`` for options that nothing would come of."""
-        options = {"data": self.data, "data-root": self.data_root, "epochs": self.epochs, "workers": self.workers}
-        if self.count is None:
-            if given := [f"--{name}" for name, value in options.items() if value is not None]:
-                raise PredictError(f"nothing is measured again, but {', '.join(given)} was given; add --recheck 3")
-            return
-        if not has_budget:
-            raise PredictError("--recheck decides between splits of a budget; give one, such as --layers 8")
-        if not samples.is_dir():
-            raise PredictError(f"--recheck needs the model too; give a directory of hetdpt collect, not {samples}")
-        if self.data is None:
-            raise PredictError("--recheck trains; give --data, the same as for hetdpt collect")
-
-    def decide(self, samples: Path, allocation: Allocation, is_quiet: bool, is_silent: bool) -> Allocation:
-        """Return the allocation after the best splits were measured by a longer run."""
-        from hetdpt.data.sources import open_data
-        from hetdpt.flow.collection.collect import recheck_into
-        from hetdpt.flow.execution import Execution
-
-        assert self.data is not None
-        budgets = [split.budget for split in allocation.table[: self.count]]
-        opened = open_data(self.data, root=self.data_root)
-        found: list[Sample] = []
-        speeds: dict[Budget, float | None] = {}
-        with stages(is_quiet) as (move, say):
-            place = Execution(device=self.device, workers=workers_of(self.workers), progress=move)
-            for done in recheck_into(samples, budgets, opened, place, epochs=self.epochs):
-                found.append(done.result.sample)
-                speeds[done.result.budget] = done.result.speedup
-                if not is_silent:
-                    counts = f"{done.result.budget.attention} attention + {done.result.budget.activation} activation"
-                    speed = f", {done.result.speedup:.3f}x as fast" if done.result.speedup else ""
-                    say(f"measured again: {counts}: {done.result.before:.2f} -> {done.result.accuracy:.2f} %{speed}")
-        decided = allocation.with_rechecked(found)
-        wanted, measured = decided.wanted.conditions.get("speedup"), speeds.get(decided.budget)
-        if wanted and measured and measured < wanted:
-            text = f"a speedup of {wanted:g} was asked for, but {measured:.3f} is what was measured; ask for more"
-            typer.echo(f"warning: {text}", err=True)
-        return decided
-
-
-def _refuse_strays(model: str | None, prices: Path | None, options: dict[str, Any]) -> None:
-    """Raise ``PredictError`` for options that nothing would come of."""
-    given = [f"--{name.replace('_', '-')}" for name, value in options.items() if value]
-    if model is None and given:
-        raise PredictError(f"there is no model for {', '.join(given)}; give --model MODEL too")
-    if model is not None and prices is not None:
-        raise PredictError("--prices and --model both say what layers cost; give one of them")
+    assert options.data is not None
+    budgets = [split.budget for split in allocation.table[: options.recheck]]
+    data = open_data(options.data, root=options.data_root)
+    found: list[Sample] = []
+    speeds: dict[Budget, float | None] = {}
+    with options.live() as display:
+        for done in recheck_into(options.samples, budgets, data, workplace(options, display), epochs=options.epochs):
+            step = done.result
+            found.append(step.sample)
+            speeds[step.budget] = step.speedup
+            speed = f", {step.speedup:.3f}x as fast" if step.speedup else ""
+            counts = layers(step.budget.attention, step.budget.activation)
+            display.say(f"measured again: {counts}: {step.before:.2f} -> {percent(step.accuracy)}{speed}")
+    decided = allocation.with_rechecked(found)
+    wanted, measured = decided.wanted.conditions.get("speedup"), speeds.get(decided.budget)
+    if wanted and measured and measured < wanted:
+        text = f"the goal was a speedup of {wanted:g}, but {measured:.3f} was measured; ask for more"
+        click.echo(f"warning: {text}", err=True)
+    return decided
 
 
 def _blocks_of(samples: Path, given: int | None) -> int:
@@ -210,24 +162,28 @@ def _read_prices(samples: Path, file: Path | None) -> Prices | None:
         raise PredictError(f"the prices {file} cannot be read: {error}; measure them with --model MODEL") from None
 
 
-def _measure(model: str, sizes: dict[str, Any], place: dict[str, Any], blocks: int, is_quiet: bool) -> Prices:
-    """Return the prices of ``model`` on this device."""
+def _measure(options: PredictOptions, blocks: int) -> Prices:
+    """Return the prices of the model on this device."""
     from hetdpt.core.modules import find_device
-    from hetdpt.export.saved import open_model
     from hetdpt.selection.predictor.pricing import measure_prices
     from hetdpt.surgery.record import survey_of
 
-    network = open_model(model, **sizes).to(find_device(place["device"]))
+    collected = _read_run(options.samples).get("config", {}).get("removal", "plain")
+    removal = options.removal or (collected if isinstance(collected, str) else tuple(collected))
+    network = options.open_model().to(find_device(options.device))
     found = survey_of(network).anatomy.blocks
     if found != blocks:
-        raise PredictError(f"{model} has {found} blocks, but the samples are of a model with {blocks}; give that one")
-    with stages(is_quiet) as (move, _):
-        return measure_prices(network, removal=place["removal"], batch=place["batch"], progress=move)
+        raise PredictError(
+            f"{options.model} has {found} blocks, but the samples are of a model with {blocks}; give that one"
+        )
+    with options.live() as display:
+        return measure_prices(network, removal=removal, batch=options.batch, progress=display.step)
 
 
-def _allocate(predictor: Predictor, wanted: dict[str, Amount], prices: Prices | None) -> Allocation:
+def _allocate(predictor: Predictor, goals: dict[str, Any], prices: Prices | None) -> Allocation:
     from hetdpt.selection.predictor.allocate import allocate
 
     dense = prices.dense.measures if prices else Measures()
-    limits: dict[str, Any] = {name: amount.of(GOALS[name].reached(dense)) for name, amount in wanted.items()}
+    parsed = {name: GOALS[name].parse(value) for name, value in goals.items()}
+    limits: dict[str, Any] = {name: amount.of(GOALS[name].reached(dense)) for name, amount in parsed.items()}
     return allocate(predictor, prices=prices, **limits)

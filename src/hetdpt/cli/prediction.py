@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import typer
+import click
 
 from hetdpt.cli.show import print_, table
 from hetdpt.core.format import amount, estimate, percent, split_text, times
@@ -71,23 +71,23 @@ def print_prediction(found: Prediction, most: int | None) -> None:
     each = "speedup" if found.is_timed else "number of layers"
     _print_splits(f"frontier: what to remove for each {each}", found.frontier, most)
     tied = "tied: the best cannot be told from it; " if found.allocation else ""
-    typer.echo(f"{tied}beyond: far from the samples, so extrapolated")
+    click.echo(f"{tied}beyond: far from the samples, so extrapolated")
     if found.prices and found.is_timed:
         where = found.prices.measured or "nobody has noted on which device"
-        typer.echo(f"speedups are predicted by the time of each layer ({where})")
+        click.echo(f"speedups are predicted by the time of each layer ({where})")
     for text in found.allocation.warnings if found.allocation else found.predictor.warnings:
-        typer.echo(f"warning: {text}", err=True)
+        click.echo(f"warning: {text}", err=True)
 
 
 def _print_fit(predictor: Predictor) -> None:
-    typer.echo(f"{len(predictor.points)} samples of a model with {predictor.blocks} blocks")
+    click.echo(f"{len(predictor.points)} samples of a model with {predictor.blocks} blocks")
     rows = table("error on samples left out, two at a time, in points", "degree", "MAE", "RMSE", "")
     rows.columns[-1].justify = "left"
     for row in predictor.tried:
         note = "chosen" if row.degree == predictor.degree else f"not eligible: {row.why_not}" if row.why_not else ""
         rows.add_row(str(row.degree), f"{row.mae:.4f}", f"{row.rmse:.4f}", note)
     print_(rows)
-    typer.echo(
+    click.echo(
         f"{predictor.formula}\n{predictor.pruned_formula}\n"
         "P is the accuracy in percent; a and t are the parts of attention and activation layers that are kept,\n"
         "p = 1 - a and q = 1 - t those that are removed"
@@ -104,8 +104,8 @@ def _print_allocation(allocation: Allocation, most: int | None) -> None:
     remove = f"remove {best.budget.attention} attention and {best.budget.activation} activation layers: predicted "
     remove += estimate(percent(best.accuracy), best.low, best.high, 2)
     if allocation.rechecked:
-        return typer.echo(f"{remove}; {percent(best.measured)} measured, the best of {len(allocation.rechecked)}")
-    typer.echo(
+        return click.echo(f"{remove}; {percent(best.measured)} measured, the best of {len(allocation.rechecked)}")
+    click.echo(
         f"{remove}; wins {100 * best.share:.0f} % of {DRAWS:,} bootstrap draws"
         + (f"; cannot be told from: {_names(others)}" if others else "")
     )
@@ -126,7 +126,7 @@ def _print_splits(title: str, splits: Sequence[Split], most: int | None, is_choi
         rows.add_row(*cells, _note(split, is_first=is_choice and split == splits[0]))
     print_(rows)
     if most is not None and len(splits) > most:
-        typer.echo(f"{len(splits) - most} more; --all prints them too")
+        click.echo(f"{len(splits) - most} more; --all prints them too")
 
 
 def _costs(split: Split) -> list[str]:

@@ -1,29 +1,15 @@
-"""The command scan: what each layer is worth, before anything is trained."""
+"""The command scan: the damage of removing each layer, before anything is trained."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Any
 
-import typer
+import click
 
-from hetdpt.cli.options import (
-    Batch,
-    Classes,
-    DataRoot,
-    Device,
-    Download,
-    Images,
-    ImgSize,
-    Json,
-    Model,
-    Overwrite,
-    Pretrained,
-    Quiet,
-    Weights,
-    read_images,
-)
-from hetdpt.cli.show import note_random_weights, print_, stages, table
+from hetdpt.cli.command import option
+from hetdpt.cli.options import DeviceOptions, ImageOptions, ModelOptions, OutputOptions, OverwriteOptions
+from hetdpt.cli.show import print_, table
 from hetdpt.core.styles import STYLES
 
 if TYPE_CHECKING:
@@ -33,59 +19,38 @@ if TYPE_CHECKING:
 SCAN = "scan.json"  # by which a directory of ours is known
 
 
-def scan(
-    model: Model,
-    data: Images,
-    out: Annotated[Path | None, typer.Option(help="Directory for scan.json, scan.csv and scan.png.")] = None,
-    weights: Weights = None,
-    pretrained: Pretrained = False,
-    num_classes: Classes = None,
-    img_size: ImgSize = None,
-    data_root: DataRoot = None,
-    download: Download = False,
-    images: Annotated[int, typer.Option(min=1, help="Images to fit replacements on.")] = 256,
-    judge_images: Annotated[int, typer.Option(min=2, help="Other images, to compare answers on.")] = 128,
-    batch_size: Annotated[int, typer.Option(min=1, help="Images per forward pass.")] = 32,
-    batch: Batch = None,
-    no_latency: Annotated[bool, typer.Option("--no-latency", help="Measure no milliseconds.")] = False,
-    seed: Annotated[int, typer.Option(min=0, help="Which images.")] = 0,
-    device: Device = None,
-    workers: Annotated[int, typer.Option(min=0, help="Processes that read images.")] = 0,
-    overwrite: Overwrite = False,
-    as_json: Json = False,
-    quiet: Quiet = False,
-) -> None:
-    """Show what each layer is worth: the damage of each way to remove it, and what it saves; no labels, no training."""
+class ScanOptions(ModelOptions, ImageOptions, DeviceOptions, OverwriteOptions, OutputOptions):
+    out: Path | None = None
+    """Directory for scan.json, scan.csv and scan.png."""
+    judge_images: int = option(least=2, default=128, panel="Data")
+    """Other images, to measure damage on."""
+    no_latency: bool = False
+    """Measure no milliseconds."""
+    batch: Any = option("RunConfig.batch", least=1, panel="Device")
+
+
+def scan(options: ScanOptions) -> None:
+    """Show the damage of each way to remove each layer, and what it saves; no labels, no training."""
     from hetdpt.core.modules import find_device
-    from hetdpt.core.randomness import seeded
-    from hetdpt.data.images import open_images
-    from hetdpt.export.saved import open_model
     from hetdpt.store.atomic import require_new
     from hetdpt.studies.scan import scan as scan_
 
-    if out is not None:
-        require_new(out, overwrite, SCAN)
-    source = open_images(data, root=data_root, download=download)
-    with seeded(seed):
-        network = open_model(model, weights=weights, pretrained=pretrained, num_classes=num_classes, img_size=img_size)
-    network.to(find_device(device))
-    with stages(quiet or as_json) as (move, say):
-        options = {"batch_size": batch_size, "seed": seed, "workers": workers}
-        tell = _silent if as_json else say
-        batches, judge = read_images(source, network, (images, judge_images), options, tell)
-        found = scan_(network, batches, judge=judge, batch=batch, latency=not no_latency, progress=move)
-    if out is not None:
-        _write(found, out, overwrite)
-    if as_json:
-        return typer.echo(found.to_json())
+    if options.out is not None:
+        require_new(options.out, options.overwrite, SCAN)
+    source = options.open_source()
+    network = options.open_model(options.seed).to(find_device(options.device))
+    with options.live() as display:
+        batches, judge = options.read(source, network, display.say)
+        is_timed = not options.no_latency
+        found = scan_(network, batches, judge=judge, batch=options.batch, latency=is_timed, progress=display.step)
+    if options.out is not None:
+        _write(found, options.out, options.overwrite)
+    if options.as_json:
+        return click.echo(found.to_json())
     _print(found)
-    note_random_weights(model, weights, pretrained)
-    if out is not None:
-        typer.echo(f"written to {out}: scan.json, scan.csv, scan.png")
-
-
-def _silent(_: str) -> None:
-    pass
+    options.note_random_weights()
+    if options.out is not None:
+        click.echo(f"written to {options.out}: scan.json, scan.csv, scan.png")
 
 
 def _write(found: ScanTable, out: Path, overwrite: bool) -> None:
@@ -106,16 +71,16 @@ def _print(found: ScanTable) -> None:
             _print_kind(found, kind, chosen)
     measure = "KL to the dense answers, in nats" if found.is_classifier else "part of the features that is lost"
     others = "others" if found.is_apart else "of them"
-    typer.echo(
+    click.echo(
         f"fitted on {found.fitted_on} images, compared on {found.judged_on} {others}. "
         f"Damage is the {measure};\nan answer that ignores the image does {found.uninformed:.3g}. * does the least; "
         f"(in brackets) more than {found.limit:.3g}: no replacement.\nTE is transfer entropy in nats."
     )
     if found.latency:
-        typer.echo(f"dense: {found.latency}")
+        click.echo(f"dense: {found.latency}")
     for site in found.irreplaceable:
         best = found.best(site)
-        typer.echo(f"nothing can replace {site.kind} {site.block}: the best, {best.style}, does {_short(best.damage)}")
+        click.echo(f"nothing can replace {site.kind} {site.block}: the best, {best.style}, does {_short(best.damage)}")
 
 
 def _priced(kind: Kind, styles: list[str]) -> list[str]:

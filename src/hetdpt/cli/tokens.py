@@ -1,36 +1,17 @@
-"""The command tokens: fewer tokens in the blocks of a model, and what that gains and costs."""
+"""The command tokens: fewer tokens in the blocks of a model, and how speed and accuracy change."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
+import click
 
-from hetdpt.cli.options import (
-    Batch,
-    Classes,
-    DataRoot,
-    Device,
-    Download,
-    Fraction,
-    ImgSize,
-    Json,
-    Model,
-    Overwrite,
-    PerClass,
-    Pretrained,
-    Quiet,
-    Runs,
-    Weights,
-    Workers,
-    open_beside,
-    read_numbers,
-    workers_of,
-)
-from hetdpt.cli.show import note_random_weights, print_, print_json, stages, table
+from hetdpt.cli.command import option
+from hetdpt.cli.live import Display
+from hetdpt.cli.options import ModelOptions, OutputOptions, OverwriteOptions, PlaceOptions, WorkerOptions, workplace
+from hetdpt.cli.show import by_others, print_, print_json, table
 from hetdpt.core.errors import MeasureError
 from hetdpt.core.format import amount, estimate, percent, times
 from hetdpt.report.tokens import name_of
@@ -39,133 +20,98 @@ if TYPE_CHECKING:
     from torch import nn
 
     from hetdpt.data.sources import Data
-    from hetdpt.flow.execution import Execution
     from hetdpt.studies.tokens import TokensConfig, TokensDone
 
 
-def tokens(
-    model: Model,
-    r: Annotated[str, typer.Option("--r", help="Tokens that go in each block with attention; 0,4,8 tries several.")],
-    method: Annotated[
-        str, typer.Option(help="tome merges alike tokens; gtp adds those that matter least to others.")
-    ] = "tome",
-    schedule: Annotated[str, typer.Option(help="constant, or decreasing: more in the first blocks.")] = "constant",
-    beside: Annotated[
-        list[str] | None, typer.Option(help="A saved model to do the same with, such as a pruned one; may be repeated.")
-    ] = None,
-    data: Annotated[str | None, typer.Option(help="Labelled images, as for hetdpt eval; without, no accuracy.")] = None,
-    out: Annotated[
-        Path | None, typer.Option(help="One --r: where the model is saved. Several, or --beside: a run directory.")
-    ] = None,
-    weights: Weights = None,
-    pretrained: Pretrained = False,
-    num_classes: Classes = None,
-    img_size: ImgSize = None,
-    data_root: DataRoot = None,
-    download: Download = False,
-    fraction: Fraction = None,
-    per_class: PerClass = None,
-    batch_size: Annotated[int, typer.Option(min=1, help="Images per forward pass where accuracy is measured.")] = 64,
-    batch: Batch = None,
-    runs: Runs = 100,
-    seconds: Annotated[float, typer.Option(min=0, help="Time after which there are no more rounds.")] = 60.0,
-    workers: Workers = None,
-    device: Device = None,
-    overwrite: Overwrite = False,
-    as_json: Json = False,
-    quiet: Quiet = False,
-) -> None:
-    """Reduce the tokens of a model, without training: what is left of its costs, its speed and its accuracy."""
+class TokensOptions(ModelOptions, PlaceOptions, WorkerOptions, OverwriteOptions, OutputOptions):
+    r: Any = option("TokensConfig.r", is_required=True)
+    method: Any = option("TokensConfig.method")
+    schedule: Any = option("TokensConfig.schedule")
+    beside: list[str] = option(default=[])
+    """A saved model to do the same with, such as a pruned one; may be repeated."""
+    data: str | None = None
+    """Labelled images, as for hetdpt eval; without them accuracy is not measured."""
+    out: Path | None = None
+    """Where the model is saved; with several --r, or --beside, the run directory."""
+    fraction: Any = option("TokensConfig.fraction", panel="Data")
+    per_class: Any = option("TokensConfig.per_class", least=1, panel="Data")
+    batch_size: Any = option("TokensConfig.batch_size", least=1, panel="Data")
+    batch: Any = option("TokensConfig.batch", least=1, panel="Device")
+    runs: Any = option("TokensConfig.runs", least=1, panel="Device")
+    seconds: Any = option("TokensConfig.seconds", least=0, panel="Device")
+
+    @property
+    def is_study(self) -> bool:
+        return len(self.r) > 1 or bool(self.beside)
+
+    def check(self) -> None:
+        """Refuse what cannot be meant: a study needs images and a directory, one number has to remove tokens."""
+        if self.is_study and (self.data is None or self.out is None):
+            missing = "--data" if self.data is None else "--out"
+            raise MeasureError(
+                "several --r, or a model --beside, make a study of accuracy and speed in a run directory; "
+                f"give {missing}, or only one --r"
+            )
+        if self.is_study and self.overwrite:
+            raise MeasureError("a study resumes what is in --out and replaces nothing; leave --overwrite out")
+        if not self.is_study and self.r == (0,):
+            raise MeasureError("--r 0 removes no token; give 1 or more, or several numbers such as 0,4,8")
+        options = ("fraction", "per_class", "data_root", "download")
+        given = [f"--{name.replace('_', '-')}" for name in options if getattr(self, name) is not None]
+        if given and self.data is None:
+            raise MeasureError(
+                f"accuracy is not measured, but {', '.join(given)} was given; add --data, or leave it out"
+            )
+
+
+def tokens(options: TokensOptions) -> None:
+    """Reduce the tokens of a model without training, and measure its costs, speed and accuracy."""
     from hetdpt.data.sources import open_data
     from hetdpt.export.saved import RECIPE, save
-    from hetdpt.flow.execution import Execution
     from hetdpt.reduce.tokens.reduce import reduce_tokens_
     from hetdpt.store.atomic import require_new
-    from hetdpt.studies.tokens import FIGURE, RESULTS, TABLE, TokensConfig, measure_tokens
+    from hetdpt.studies.tokens import FIGURE, RESULTS, TABLE, TokensConfig
 
-    numbers = read_numbers("--r", "how many tokens go, such as 8 or 0,4,8", r)
-    is_study = len(numbers) > 1 or bool(beside)
-    _require_sense(is_study, numbers, data, out, overwrite)
-    if data is None:
-        asked = {"fraction": fraction, "per-class": per_class, "data-root": data_root, "download": download or None}
-        _require_none(asked)
-    config = TokensConfig(
-        r=numbers,
-        method=method,
-        schedule=schedule,
-        fraction=fraction,
-        per_class=per_class,
-        batch_size=batch_size,
-        batch=batch,
-        runs=runs,
-        seconds=seconds,
-    )
-    if out is not None and not is_study:
-        require_new(out, overwrite, RECIPE)
-    opened = open_data(data, splits=("val",), root=data_root, download=download) if data else None
-    options = {"weights": weights, "pretrained": pretrained, "num_classes": num_classes, "img_size": img_size}
-    models = open_beside(model, beside or [], options)
-    with stages(quiet or as_json) as (move, say):
-        place = Execution(device=device, workers=workers_of(workers), progress=move)
-        if is_study:
-            assert out is not None
-            assert opened is not None
-            points = _study(out, models, opened, config, place, None if as_json else say)
-        else:
-            points = [row.to_dict() for row in measure_tokens(models, opened, config, place)]
-    if out is not None and not is_study:
-        save(reduce_tokens_(models[model], config.tokens(numbers[0])).cpu(), out, overwrite=overwrite)
-    if as_json:
+    options.check()
+    config, out = TokensConfig(**options.settings("TokensConfig")), options.out
+    is_saved = out is not None and not options.is_study
+    if out is not None and is_saved:
+        require_new(out, options.overwrite, RECIPE)
+    data = open_data(options.data, splits=("val",), **options.place) if options.data else None
+    models = options.open_beside(options.beside)
+    with options.live() as display:
+        points = _measure(options, models, data, config, display)
+    if out is not None and is_saved:
+        save(reduce_tokens_(models[options.model], config.tokens(options.r[0])).cpu(), out, overwrite=options.overwrite)
+    if options.as_json:
         return print_json(directory=str(out) if out else None, points=points)
     _print(points)
-    note_random_weights(model, weights, pretrained)
-    if is_study:
-        typer.echo(f"written to {out}: {RESULTS}, {TABLE}, {FIGURE}")
+    options.note_random_weights()
+    if options.is_study:
+        click.echo(f"written to {out}: {RESULTS}, {TABLE}, {FIGURE}")
     elif out is not None:
-        typer.echo(f"saved to {out}; load it with hetdpt.load({str(out)!r})")
+        click.echo(f"saved to {out}; load it with hetdpt.load({str(out)!r})")
 
 
-def _require_sense(
-    is_study: bool, numbers: tuple[int, ...], data: str | None, out: Path | None, overwrite: bool
-) -> None:
-    """Refuse what cannot be meant: a study needs images and a directory, one number has to take tokens away."""
-    if is_study and (data is None or out is None):
-        missing = "--data" if data is None else "--out"
-        raise MeasureError(
-            "several --r, or a model --beside, make a study that sets accuracy against speed in a run directory; "
-            f"give {missing}, or one --r alone"
-        )
-    if is_study and overwrite:
-        raise MeasureError("a study goes on with what is in --out and replaces nothing; leave --overwrite out")
-    if not is_study and numbers == (0,):
-        raise MeasureError("--r 0 takes no token away; give 1 or more, or several numbers such as 0,4,8")
-
-
-def _require_none(options: Mapping[str, object]) -> None:
-    """Refuse options, by name, that say something of labelled images where there are none."""
-    if given := [f"--{name}" for name, value in options.items() if value is not None]:
-        raise MeasureError(f"accuracy is not measured, but {', '.join(given)} was given; add --data, or leave it out")
-
-
-def _study(
-    out: Path,
-    models: dict[str, nn.Module],
-    data: Data,
-    config: TokensConfig,
-    place: Execution,
-    say: Callable[[str], None] | None,
+def _measure(
+    options: TokensOptions, models: dict[str, nn.Module], data: Data | None, config: TokensConfig, display: Display
 ) -> list[dict[str, Any]]:
-    from hetdpt.studies.tokens import RESULTS, tokens_into
+    """Return the rows of the table, as plain values."""
+    from hetdpt.studies.tokens import RESULTS, measure_tokens, tokens_into
 
-    for done in tokens_into(out, models, data, config, place):
-        if say:
-            say(_line(done))
-    points: list[dict[str, Any]] = json.loads((out / RESULTS).read_text(encoding="utf-8"))["points"]
+    place = workplace(options, display)
+    if not options.is_study:
+        return [row.to_dict() for row in measure_tokens(models, data, config, place)]
+    assert options.out is not None
+    assert data is not None
+    for done in tokens_into(options.out, models, data, config, place):
+        display.say(_line(done))
+    points: list[dict[str, Any]] = json.loads((options.out / RESULTS).read_text(encoding="utf-8"))["points"]
     return points
 
 
 def _line(done: TokensDone) -> str:
-    result, by = done.result, "" if done.is_own else " (done before, or by another process)"
+    result, by = done.result, by_others(done.is_own)
     if isinstance(result, dict):
         return f"timed: {len(result)} models in turns{by}"
     assert done.subject is not None
@@ -188,9 +134,11 @@ def _print(points: list[dict[str, Any]]) -> None:
         rows.add_row(name_of(one), *cells)
     print_(rows)
     images = f"; accuracy on {last['images']} images" if has_accuracy else ""
-    typer.echo(f"{last['device']}, {last['dtype']}, batch {last['batch']}, {last['runs']} rounds in turns{images}")
+    click.echo(f"{last['device']}, {last['dtype']}, batch {last['batch']}, {last['runs']} rounds in turns{images}")
     for name, numbers in _slower(points).items():
-        typer.echo(f"note: {name} is slower here with r {numbers} than as it is; to choose tokens takes what it saves")
+        click.echo(
+            f"note: {name} is slower here with r {numbers} than as it is; choosing tokens costs more than it saves"
+        )
 
 
 def _slower(points: list[dict[str, Any]]) -> dict[str, str]:

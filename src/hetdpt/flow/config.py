@@ -1,7 +1,7 @@
-"""``RunConfig``: all that a run is asked for, in one typed value.
+"""``RunConfig``: all settings of a run, in one typed value.
 
-A recipe says what to begin from, a file changes that, the command line changes both. Names are the same everywhere,
-with dots where a file has tables: ``recovery.training.epochs``.
+A recipe sets the defaults, a file overrides them, the command line overrides both. Names are the same everywhere, with
+dots where a file has tables: ``recovery.training.epochs``. The line under a field is the help of its option.
 """
 
 from __future__ import annotations
@@ -30,83 +30,83 @@ from hetdpt.store.settings import checked, made, read_settings, setting_types, s
 from hetdpt.surgery.record import Removal
 from hetdpt.training.recover import RecoverConfig
 
-RECIPE = "recipe"  # the key of a file that names the settings to begin from
+RECIPE = "recipe"  # the key of a file that names the recipe
 NEEDED = ("model", "data", "out")
-ABOUT = "# What a run of hetdpt was asked for, every setting. The same again: hetdpt run --config THIS_FILE\n"
+ABOUT = "# Every setting of a run of hetdpt. The same run again: hetdpt run --config THIS_FILE\n"
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig(GoalFields):
-    """What ``hetdpt.run`` is to do: from a dense model to a faster one, by a goal.
+    """What ``hetdpt.run`` does: from a dense model to a faster one that meets a goal.
 
     >>> RunConfig(model="demo", data="demo", out=Path("runs/demo"), layers=8).is_split
     True
     """
 
     model: str
-    """A timm name, hf:NAME, a saved directory, or ``demo``, the model that comes with hetdpt."""
+    """A timm name, hf:NAME (hub name, directory or model type), a saved directory, or ``demo``."""
     data: str
     """A folder with train/ and val/, torch/cifar100, hfds/NAME, wds/FOLDER, or ``demo``."""
     out: Path
-    """The run directory."""
+    """Run directory; the same command resumes an interrupted run."""
     weights: Path | None = None
-    """A checkpoint that fits the model exactly."""
+    """Checkpoint (.safetensors or .pth) whose weights match the model exactly."""
     pretrained: bool = False
-    """Whether the library's own weights are downloaded."""
+    """Download the pretrained weights of the library."""
     num_classes: int | None = None
-    """Classes of the head; None as the model has them."""
+    """Number of classes of the head, if not that of the model."""
     img_size: int | None = None
-    """Side of the images in pixels; None as the model wants them."""
+    """Side of the images in pixels, if not that of the model."""
     data_root: Path | None = None
-    """Where torch/, hfds/ and wds/ data is kept, and where a relative folder begins."""
+    """Where torch/, hfds/ and wds/ data is kept; relative folders start there."""
     download: bool = False
-    """Whether torch/ data that is not there is fetched."""
+    """Download torch/ data that is missing."""
     budget: tuple[int, int] | None = None
-    """Exactly so many attention layers and so many activations go: nothing is sampled, other goals are only checked."""
+    """Remove this many attention layers and activations: nothing is sampled, and other goals are only checked."""
     method: str = "hetdpt"
-    """How layers are chosen, a name from ``METHODS``."""
+    """How layers are chosen: a name from ``METHODS``."""
     compare: tuple[str, ...] = ()
-    """Other methods, each with as many layers and the same fine-tuning."""
+    """Other methods to try with the same number of layers and the same fine-tuning, such as random,attention-only."""
     samples: Path | None = None
-    """A CSV of samples, or a directory of hetdpt collect, to split the budget by; None to collect them."""
+    """A CSV of samples, or a directory of hetdpt collect, to split the budget by; collected if not given."""
     removal: Removal = "calibrated"
-    """What removed layers leave behind: a name from ``styles.PRESETS`` or (attention style, activation style)."""
+    """What replaces removed layers: plain, norm, authors, calibrated, or a pair of styles such as linear,calibrated."""
     images: int = 256
-    """Training images on which replacements are fitted and layers are compared."""
+    """Training images to fit replacements and compare layers on."""
     rounds: tuple[int, int, int] | None = None
-    """Of the chains attention, activation and interleaved; None in proportion to the blocks."""
+    """Samples to collect in the chains attention, activation and interleaved, such as 8,8,3 for 12 blocks."""
     collection: RecoverConfig = field(default_factory=lambda: quick().collection)
-    """The brief fine-tuning of each sample."""
+    """Settings of the brief fine-tuning of each sample."""
     search: RecoverConfig = field(default_factory=lambda: quick().search)
-    """How weights train while importances are learned."""
+    """Settings of the training that learns importances."""
     candidates: Literal["all", "te"] = "all"
-    """Which layers are searched: all, or twice as many as go, those of the least transfer entropy."""
+    """Layers to search: all, or te for those with the least transfer entropy, twice as many as are removed."""
     explores: bool = True
-    """Whether the search begins with a scan and tries candidates closed."""
+    """Begin the search with a scan and try candidates closed, which the paper does not."""
     recovery: RecoverConfig = field(default_factory=lambda: quick().config)
-    """The fine-tuning at the end."""
+    """Settings of the final fine-tuning."""
     plus: bool = False
-    """HetDPT+: layers go first, and then as much width as the goal needs beyond them."""
+    """HetDPT+: after layers, remove width until the goal is met."""
     width: WidthConfig = field(default_factory=WidthConfig)
-    """How width goes."""
+    """Settings of the removal of width."""
     depths: tuple[int, ...] | None = None
-    """Numbers of layers to try with width for the rest; None for 0, a sixth, a third and half of those that can go."""
+    """With --plus, numbers of layers to try, such as 0,4,8; 0, a sixth, a third and half of all by default."""
     tokens: str | None = None
-    """How tokens are reduced in the model at the end, such as ``tome:8``; see ``core.tokens.read_tokens``."""
+    """Reduce the tokens of the final model, such as tome:8 or gtp:8."""
     keep: Literal["last", "best", "ema"] = "last"
-    """Which model of the fine-tuning is kept: ``best`` is chosen by the validation images that it is reported on."""
+    """Model of the fine-tuning to keep. ``best`` is chosen by the validation images that it is reported on."""
     export: tuple[str, ...] = ()
-    """Other runtimes that the model is exported to as well, such as ``onnx``."""
+    """Runtimes to export the model to as well, such as ``onnx``."""
     onnx: bool = False
-    """Whether the model is exported to ONNX as well, which is short for ``export``."""
+    """Short for --export onnx."""
     device: str | None = None
-    """cpu, cuda, cuda:1 or mps; None for the fastest there is."""
+    """cpu, cuda, cuda:1 or mps; the fastest available by default."""
     workers: int = 0
-    """Processes that read images."""
+    """Worker processes that read images; on the command line one per core by default, at most 8."""
     minutes: float = 10.0
-    """Between two checkpoints."""
+    """Minutes between checkpoints within an epoch."""
     batch: int | None = None
-    """Images at once when speed is measured; None for 256 on a GPU, 8 on a CPU."""
+    """Batch size when speed is measured; by default 256 on a GPU, 8 on a CPU."""
 
     def __post_init__(self) -> None:
         self._settle()
