@@ -14,6 +14,7 @@ import torch
 
 import hetdpt
 from hetdpt.core.errors import HetDPTError
+from hetdpt.core.goals import GOALS
 from hetdpt.flow import pipeline
 from hetdpt.flow.config import RunConfig
 from hetdpt.flow.stages.stage import DATA, EVERY_STAGE, MODEL, SAMPLES, RunContext, Stage
@@ -28,9 +29,9 @@ GIVEN = {
 """What the inputs are opened from that are no stages; those are known by their content."""
 PLACE = ("out", "workers", "minutes")
 """Where a run works and how often it writes."""
-GOALS = ("layers", "budget", "speedup", "macs", "params", "plus", "width", "tokens")
+GIVEN = (*GOALS, "budget", "plus", "width", "tokens")
 HARMLESS = {
-    **{("analyse", name): "what cannot be reached is refused, nothing else" for name in GOALS},
+    **{("analyse", name): "what cannot be reached is refused, nothing else" for name in GIVEN},
     **{("balance", name): "layers are chosen by damage there, without a search" for name in ("candidates", "explores")},
 }
 """What a stage reads although it does not change what the stage comes to, and why."""
@@ -57,7 +58,8 @@ ANOTHER: dict[str, Any] = {
     "model": "other", "weights": Path("w.pt"), "pretrained": True, "num_classes": 3, "img_size": 32, "data": "other",
     "data_root": Path("root"), "download": True, "samples": Path("s.csv"),
     "out": Path("elsewhere"), "device": "mps", "workers": 3, "minutes": 3.0,
-    "layers": 3, "speedup": 1.3, "macs": "70%", "params": "70%", "budget": (0, 2), "method": "map+te",
+    **{name: "70%" if goal.is_cost else goal.parse(goal.example).value for name, goal in GOALS.items()},
+    "budget": (0, 2), "method": "map+te",
     "compare": ("te-static",), "removal": "plain", "images": 32, "rounds": (1, 1, 1), "candidates": "te",
     "explores": False, "plus": True, "depths": (1,), "tokens": "tome:3", "keep": "best", "export": ("onnx",),
     "onnx": True, "batch": 2,

@@ -83,8 +83,8 @@ def test_goals_together() -> None:
     assert wanted.miss(Measures(layers=2, macs=6e9)) == 1.5
     assert wanted.missed(Measures(layers=4, macs=6e9)) == ["macs"]
     for bad, text in (
-        ({}, "no goal was given; expected layers, speedup, macs, params, or several of them"),
-        ({"joules": 3.0}, "joules is not a goal; expected layers, speedup, macs, params"),
+        ({}, "no goal was given; expected layers, .*, or several of them"),
+        ({"joules": 3.0}, "joules is not a goal; expected layers, "),
         ({"layers": 2.5}, "layers is 2.5; expected a whole number of at least 0, such as 8"),
         ({"macs": "3G"}, "macs is '3G'; expected a number"),
     ):

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from hetdpt.adapters.preprocessing import preprocessing_of
 from hetdpt.core.errors import DataError
 from hetdpt.core.format import counted
+from hetdpt.core.goals import GOALS
 from hetdpt.core.modules import evaluating
 from hetdpt.core.plan import KINDS, Budget, Kind, Plan
 from hetdpt.data.batches import EvaluationBatches
@@ -173,7 +174,7 @@ class Trials:
     def narrowing(self, layers: int) -> float:
         """Return the seconds in which a model without so many layers is made, and loses width."""
         search = RATIOS * self.counting
-        if self.config.speedup is not None:
+        if any(GOALS[name].is_timed for name in self.config.goals):
             search = TIMED * (self.counting + self.timing(2, SEARCH, SECONDS))
         return self._calibration(layers) + self.width + search
 
