@@ -552,7 +552,7 @@ def test_a_backbone_or_canvas_that_is_too_small_is_refused(images: Tensor) -> No
     with pytest.raises(ModelError, match="the backbone has 4 maps, not 5; set maps to at least 1"):
         make(replace(SMALL, maps=5))
     # 8 x 8, 4 x 4, 2 x 2 and 1 x 1 places
-    sentence = "86 queries begin at as many places of the maps, but images of 32 x 32 give 85; use larger images, or"
+    sentence = "86 queries need as many positions of the maps, but images of 32 x 32 have 85; use larger images, or"
     with pytest.raises(ModelError, match=sentence):
         make(replace(SMALL, queries=74))
     model = make(replace(SMALL, queries=73))
