@@ -130,7 +130,7 @@ class TestPlanted:
         assert distance(run(model, vit.images()), run(dense, vit.images())) < ROUNDING
         assert record_of(model).plan.fits[0].r2 > 1 - 1e-8  # type: ignore[union-attr]
 
-    @pytest.mark.parametrize("style", FITTED)
+    @pytest.mark.parametrize("style", ["constant", "position", "linear"])
     def test_a_constant_attention_is_recovered(self, vit: Family, style: str) -> None:
         model, dense = planted(vit), planted(vit)
         calibrate_(model, Plan(attention=(2,), removal=(style, "identity")), batches_of(vit))
