@@ -46,96 +46,42 @@ class Style:
     """Whether ``scan`` shows it only for layers that not every style can remove."""
 
 
-STYLES: dict[str, Style] = {
-    style.name: style
-    for style in (
-        Style(
-            name="skip",
-            kind="attention",
-            computes="x",
-            module="Zero",
-            removes="branch",
-            parameters="0",
-            macs="0",
-        ),
-        Style(
-            name="norm",
-            kind="attention",
-            computes="x + z",
-            module="Pass",
-            removes="layer",
-            parameters="2 D",
-            macs="0",
-        ),
-        Style(
-            name="constant",
-            kind="attention",
-            computes="x + c",
-            module="Constant",
-            removes="branch",
-            fit="mean",
-            parameters="D",
-            macs="0",
-            merge="bias",
-            costs_like="skip",
-        ),
-        Style(
-            name="position",
-            kind="attention",
-            computes="x + c, another c for each token",
-            module="ConstantPerPosition",
-            removes="branch",
-            fit="mean per position",
-            parameters="N D",
-            macs="0",
-            merge="bias",
-            costs_like="skip",
-            is_per_position=True,
-        ),
-        Style(
-            name="linear",
-            kind="attention",
-            computes="x + W z + b",
-            module="Mapped",
-            removes="branch",
-            fit="least squares",
-            parameters="D² + 3 D",
-            macs="D²",
-        ),
-        Style(
-            name="identity",
-            kind="activation",
-            computes="x + fc2(fc1(z))",
-            module="Pass",
-            removes="layer",
-            parameters="D² + 3 D",
-            macs="D²",
-            merge="pair",
-            allows_gated=False,
-        ),
-        Style(
-            name="calibrated",
-            kind="activation",
-            computes="x + W z + b",
-            module="Mapped",
-            removes="ffn",
-            fit="least squares",
-            parameters="D² + 3 D",
-            macs="D²",
-            merge="pair",
-        ),
-        Style(
-            name="drop",
-            kind="activation",
-            computes="x",
-            module="Zero",
-            removes="branch",
-            parameters="0",
-            macs="0",
-            is_last_resort=True,
-        ),
-    )
-}
+_ROWS = (
+    Style(
+        name="skip", kind="attention", computes="x",
+        module="Zero", removes="branch", parameters="0", macs="0",
+    ),
+    Style(
+        name="norm", kind="attention", computes="x + z",
+        module="Pass", removes="layer", parameters="2 D", macs="0",
+    ),
+    Style(
+        name="constant", kind="attention", computes="x + c", fit="mean",
+        module="Constant", removes="branch", parameters="D", macs="0", merge="bias", costs_like="skip",
+    ),
+    Style(
+        name="position", kind="attention", computes="x + c, another c for each token", fit="mean per position",
+        module="ConstantPerPosition", removes="branch", parameters="N D", macs="0", merge="bias", costs_like="skip",
+        is_per_position=True,
+    ),
+    Style(
+        name="linear", kind="attention", computes="x + W z + b", fit="least squares",
+        module="Mapped", removes="branch", parameters="D² + 3 D", macs="D²",
+    ),
+    Style(
+        name="identity", kind="activation", computes="x + fc2(fc1(z))",
+        module="Pass", removes="layer", parameters="D² + 3 D", macs="D²", merge="pair", allows_gated=False,
+    ),
+    Style(
+        name="calibrated", kind="activation", computes="x + W z + b", fit="least squares",
+        module="Mapped", removes="ffn", parameters="D² + 3 D", macs="D²", merge="pair",
+    ),
+    Style(
+        name="drop", kind="activation", computes="x",
+        module="Zero", removes="branch", parameters="0", macs="0", is_last_resort=True,
+    ),
+)  # fmt: skip
+STYLES: dict[str, Style] = {style.name: style for style in _ROWS}
 
 
 @dataclass(frozen=True)
