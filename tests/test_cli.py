@@ -336,14 +336,14 @@ def test_a_plan_index_out_of_range(run: Run, tmp_path: Path) -> None:
 def test_a_plan_for_another_model(run: Run) -> None:
     run("inspect", VIT, "--plan", "paper/deit_base-10").is_refused(
         "the plan was made for a model with 12 blocks of width 768 with 12 attention and 12 activation sites, but this "
-        "one has 6 blocks of width 64 with 6 attention and 6 activation sites; make a plan for this model, or drop "
-        "'anatomy' from the plan to apply it all the same"
+        "one has 6 blocks of width 64 with 6 attention and 6 activation sites; make a plan for this model, or delete "
+        "'anatomy' from the plan to apply it anyway"
     )
 
 
 def test_a_plan_the_paper_does_not_have(run: Run) -> None:
     run("inspect", VIT, "--plan", "paper/deit_base-11").is_refused(
-        "the paper has no plan called 'paper/deit_base-11'; there are 18, such as paper/deit_base-10, "
+        "the paper has no plan called 'paper/deit_base-11'; it has 18, such as paper/deit_base-10, "
         "paper/deit_base-8, paper/deit_base-10/map+te"
     )
 
@@ -370,7 +370,7 @@ def test_a_plan_that_is_missing_or_cannot_be_read(run: Run, tmp_path: Path) -> N
 
 def test_a_plan_that_is_no_plan(run: Run, tmp_path: Path) -> None:
     run("inspect", VIT, "--plan", written(tmp_path, "attention: [1]")).is_refused(
-        "a plan is a JSON object, but this is not JSON (Expecting value: line 1 column 1 (char 0)); see Plan.to_json"
+        "a plan is a JSON object, but got invalid JSON (Expecting value: line 1 column 1 (char 0)); see Plan.to_json"
     )
     run("inspect", VIT, "--plan", written(tmp_path, '{"atention": [1]}')).is_refused(
         "a plan has the keys activation, anatomy, attention, fits, removal, not atention"
@@ -397,7 +397,7 @@ def test_an_unknown_model_name(run: Run) -> None:
 
 
 def test_a_device_that_is_not_there(run: Run, plan: Path) -> None:
-    text = r"device 'tpu' is not to be had here; there is (cuda, |mps, )*cpu"
+    text = r"device 'tpu' is not available; available: (cuda, |mps, )*cpu"
     run("bench", VIT, "--plan", plan, "--device", "tpu").is_refused_like(text)
     run("inspect", VIT, "--latency", "--device", "tpu").is_refused_like(text)
 

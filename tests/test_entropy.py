@@ -154,7 +154,7 @@ def test_calibrated_removal_is_fitted_before_it_is_compared(model: nn.Module, vi
     first = next(iter(order))
     assert (first.kind, first.block) == ("attention", 1)
     assert order[first] == pytest.approx(0, abs=1e-4)
-    with pytest.raises(DataError, match="goes over the images twice: to fit the replacements, and to compare"):
+    with pytest.raises(DataError, match="the images are read twice: to fit the replacements, and to compare"):
         transfer_entropy(model, iter(batches), removal="calibrated")
 
 
@@ -308,7 +308,7 @@ def test_a_removal_that_breaks_the_answers_is_the_last_to_choose(model: nn.Modul
         ([(torch.randn(2, 3, 32, 32), 1)], r"images \(B, C, H, W\), but one is a tuple; give images alone"),
         ([torch.ones(2, 3, 32, 32).byte()], r"float tensors .* but one is uint8 of shape \(2, 3, 32, 32\)"),
         ([torch.randn(2, 3, 40, 40)], "VisionTransformer does not take images of 3 x 40 x 40: .*; prepare them in the"),
-        ([torch.randn(2, 3, 32, 32), torch.randn(2, 3, 40, 40)], "one size, but came 3 x 32 x 32 and 3 x 40 x 40"),
+        ([torch.randn(2, 3, 32, 32), torch.randn(2, 3, 40, 40)], "one size, but got 3 x 32 x 32 and 3 x 40 x 40"),
     ],
 )
 def test_images_that_will_not_do_are_refused_in_a_sentence(model: nn.Module, batches: Any, sentence: str) -> None:
@@ -320,7 +320,7 @@ def test_what_cannot_be_answered_is_refused_in_a_sentence(model: nn.Module, vit:
     batches = batches_of(vit)
     with pytest.raises(DataError, match="the probe of transfer entropy is one of logits, feature, not 'tokens'"):
         transfer_entropy(model, batches, probe="tokens")  # type: ignore[arg-type]
-    with pytest.raises(DataError, match="once for each site, but came an iterator that can be read only once; give a"):
+    with pytest.raises(DataError, match="once for each site, but got a one-shot iterator; pass a"):
         greedy_order(model, iter(batches), (None,) * 2)
     with pytest.raises(PlanError, match="cannot remove 4 attention layers: this model has 3 that can be removed"):
         greedy_order(model, batches, ("attention",) * 4)

@@ -345,7 +345,7 @@ def test_an_iterator_will_do_if_there_are_other_images_to_judge_on(model: nn.Mod
     expected = untimed(model, batches[:2], judge=batches[2:])
     assert untimed(model, iter(batches[:2]), judge=iter(batches[2:])) == expected
     with pytest.raises(
-        DataError, match="^this goes over the images twice: to fit the replacements, and to compare, but came an iterat"
+        DataError, match="^the images are read twice: to fit the replacements, and to compare, but got a one-shot"
     ):
         untimed(model, iter(batches))
 
@@ -355,7 +355,11 @@ def test_an_iterator_will_do_if_there_are_other_images_to_judge_on(model: nn.Mod
     [
         ([], None, "^a scan needs images, but the batches are empty"),
         ([torch.zeros(2, 3, 32, 32)], [], "^a scan needs images, but the batches are empty"),
-        ([torch.randn(2, 3, 32, 32)], [torch.zeros(2, 3, 24, 24)], "^images to judge on are 3 x 24 x 24 but those to "),
+        (
+            [torch.randn(2, 3, 32, 32)],
+            [torch.zeros(2, 3, 24, 24)],
+            "^the images to judge on are 3 x 24 x 24 but those to ",
+        ),
         ([torch.randn(2, 3, 24, 24)], None, "^VisionTransformer does not take images of 3 x 24 x 24: "),
         ([torch.randn(1, 3, 32, 32)], None, "there is only one image; give two or more$"),
         ([torch.ones(3, 3, 32, 32)], None, "^the model has the same output for all 3 images; give images that differ$"),

@@ -193,7 +193,7 @@ def test_other_images_or_weights_are_not_gone_on_with(tmp_path: Path, dense: nn.
 def test_refusals_leave_nothing_behind(tmp_path: Path, dense: nn.Module) -> None:
     with pytest.raises(PlanError, match="the goal is 7 layers removed, but this model has 6 that can be removed"):
         shoot(tmp_path / "out", dense, OneShotConfig(layers=7))
-    with pytest.raises(DataError, match="once for each layer, but came an iterator that can be read only once"):
+    with pytest.raises(DataError, match="once for each layer, but got a one-shot iterator"):
         oneshot_into(tmp_path / "out", dense, BATCHES, iter(JUDGE), OneShotConfig(layers=1))
     assert names(tmp_path) == []
 

@@ -154,12 +154,12 @@ def test_a_hand_written_plan_needs_only_what_it_removes() -> None:
     [
         (
             "{attention: [1]}",
-            "a plan is a JSON object, but this is not JSON (Expecting property name enclosed in double quotes: "
+            "a plan is a JSON object, but got invalid JSON (Expecting property name enclosed in double quotes: "
             "line 1 column 2 (char 1)); see Plan.to_json",
         ),
         (
             "",
-            "a plan is a JSON object, but this is not JSON (Expecting value: line 1 column 1 (char 0)); "
+            "a plan is a JSON object, but got invalid JSON (Expecting value: line 1 column 1 (char 0)); "
             "see Plan.to_json",
         ),
         ("[1, 10]", "a plan is a JSON object with keys activation, anatomy, attention, fits, removal, not list"),
@@ -195,7 +195,7 @@ def test_what_is_wrong_with_a_written_plan_is_said(text: str, says: str) -> None
 
 
 def test_nesting_without_end_is_not_a_crash() -> None:
-    with pytest.raises(PlanError, match=r"^a plan is a JSON object, but this is not JSON"):
+    with pytest.raises(PlanError, match=r"^a plan is a JSON object, but got invalid JSON"):
         Plan.from_json("[" * 200_000)
 
 
@@ -214,10 +214,10 @@ def test_an_index_out_of_range_is_refused() -> None:
 
 def test_a_site_that_is_not_offered_is_refused() -> None:
     anatomy = Anatomy(4, 64, (1, 3), ())
-    text = "the plan removes attention 2 but block 2 of this model offers no attention site; those that do: 1, 3"
+    text = "the plan removes attention 2 but block 2 of this model has no attention site; blocks that have one: 1, 3"
     with refused(text):
         Plan(attention=(1, 2)).check(anatomy)
-    text = "the plan removes activation 0 but block 0 of this model offers no activation site; those that do: none"
+    text = "the plan removes activation 0 but block 0 of this model has no activation site; blocks that have one: none"
     with refused(text):
         Plan(activation=(0,)).check(anatomy)
 
@@ -228,7 +228,7 @@ def test_a_site_that_is_not_offered_is_refused() -> None:
 def test_a_plan_for_another_model_is_refused(other: Anatomy) -> None:
     text = (
         f"the plan was made for a model with {DEIT_S}, but this one has {other}; "
-        "make a plan for this model, or drop 'anatomy' from the plan to apply it all the same"
+        "make a plan for this model, or delete 'anatomy' from the plan to apply it anyway"
     )
     with refused(text):
         Plan(activation=(1,), anatomy=DEIT_S).check(other)
@@ -275,7 +275,7 @@ def test_a_published_plan_removes_as_many_layers_as_its_name_says(name: str) -> 
 
 def test_an_unknown_published_name_gives_near_matches() -> None:
     text = (
-        "the paper has no plan called 'paper/deit_base-9'; there are 18, such as "
+        "the paper has no plan called 'paper/deit_base-9'; it has 18, such as "
         "paper/deit_base-8, paper/deit_base-10, paper/deit_base-8/map+te"
     )
     with refused(text):

@@ -237,7 +237,7 @@ def test_what_is_refused_says_what_it_is_for(tiny: Tiny, vit: Family) -> None:
         Probe.of("tokens", tiny, images_of(1), "a test")  # type: ignore[arg-type]
     with pytest.raises(ModelError, match="probe 'feature' is .* but Scale has none at its end; use probe 'logits'"):
         Probe.of("feature", Scale(1.0), images_of(1), "a test")
-    with pytest.raises(DataError, match="a test needs images, but the batches are empty; an iterator can be read only"):
+    with pytest.raises(DataError, match="a test needs images, but the batches are empty; was an iterator read"):
         list(checked([], tiny, "a test"))
     with pytest.raises(DataError, match="VisionTransformer does not take images of 3 x 8 x 8: .*; prepare them in the"):
         require_takes(vit.build(), images_of(1))

@@ -155,7 +155,7 @@ def test_a_pruned_model_is_scanned_too(run: Run, dense: Path, tmp_path: Path) ->
     ("options", "text"),
     [
         (("--data", "nowhere"), r"there is no folder nowhere; data is a folder with train/ and val/, .*"),
-        (("--data", "demo", "--device", "abacus"), r"device 'abacus' is not to be had here; there is .*cpu"),
+        (("--data", "demo", "--device", "abacus"), r"device 'abacus' is not available; available: .*cpu"),
     ],
 )
 def test_bad_options_are_refused(run: Run, dense: Path, options: tuple[Any, ...], text: str) -> None:

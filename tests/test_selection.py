@@ -176,18 +176,20 @@ def test_progress_ends_with_all_steps_done(model: nn.Module, vit: Family) -> Non
 
 def test_what_cannot_be_chosen_is_refused_in_a_sentence(model: Any, vit: Family) -> None:
     batches, gains = batches_of(vit), gains_of(model, vit)
-    with pytest.raises(DataError, match="once for each layer, but came an iterator that can be read only once"):
+    with pytest.raises(DataError, match="once for each layer, but got a one-shot iterator"):
         next(choose(model, iter(batches), gains, 1))
-    with pytest.raises(DataError, match="once for each layer, but came an iterator that can be read only once"):
+    with pytest.raises(DataError, match="once for each layer, but got a one-shot iterator"):
         next(choose(model, batches, gains, 1, judge=iter(batches)))
-    with pytest.raises(PlanError, match="7 is to be gained, but with all 6 layers that may go it is 6; ask for less"):
+    with pytest.raises(
+        PlanError, match="the goal is a gain of 7, but removing all 6 layers gains 6; set a smaller goal"
+    ):
         next(choose(model, batches, gains, 7))
     with pytest.raises(PlanError, match="attention 7 at blocks.7.attn is not a site of this model"):
         next(choose(model, batches, {Site("attention", 7, "blocks.7.attn"): 1}, 1))
     with pytest.raises(DataError, match="does not take images of 3 x 40 x 40"):
         next(choose(model, [torch.randn(2, 3, 40, 40)], gains, 1))
     nn.init.constant_(model.head.weight, float("nan"))
-    with pytest.raises(ModelError, match="answers with values that are not finite; check its weights"):
+    with pytest.raises(ModelError, match="returns values that are not finite; check its weights"):
         next(choose(model, batches, gains, 1))
 
 
@@ -195,7 +197,7 @@ def test_images_that_come_in_another_order_each_time_are_refused(model: nn.Modul
     """Answers of the dense model are kept, and would be compared with those to other images."""
     images = torch.cat(batches_of(vit))
     loader = torch.utils.data.DataLoader(images, batch_size=4, shuffle=True)  # type: ignore[arg-type]
-    with pytest.raises(DataError, match="came in another order than before; give a loader that does not shuffle"):
+    with pytest.raises(DataError, match="were in another order than before; give a loader that does not shuffle"):
         list(choose(model, loader, gains_of(model, vit), target=2))
 
 
@@ -204,7 +206,9 @@ def test_answers_that_are_not_finite_are_no_choice(model: Any, vit: Family) -> N
     with torch.no_grad():
         model.blocks[1].mlp.fc1.weight.mul_(1e37)  # without the sigmoid the next norm squares it
     site = next(site for site in gains_of(model, vit) if site.path == "blocks.1.mlp.act")
-    with pytest.raises(PlanError, match="after 0 layers, whichever goes next leaves a model whose answers are not fin"):
+    with pytest.raises(
+        PlanError, match="after 0 layers, removing any other leaves a model whose outputs are not finite"
+    ):
         next(choose(model, batches_of(vit), {site: 1.0}, 1, removal="plain"))
 
 

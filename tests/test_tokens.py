@@ -110,7 +110,7 @@ def test_both_schedules_come_to_as_many() -> None:
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({"method": "tomato"}, "no method of reducing tokens is called 'tomato'; there are tome, gtp"),
+        ({"method": "tomato"}, "no method of reducing tokens is called 'tomato'; available: tome, gtp"),
         ({"r": -1}, "a whole number such as 8, not -1"),
         ({"r": 2.5}, "a whole number such as 8, not 2.5"),
         ({"r": True}, "a whole number such as 8, not True"),
@@ -118,7 +118,7 @@ def test_both_schedules_come_to_as_many() -> None:
         ({"method": "gtp", "alpha": 2.0}, "alpha and sparsity are from 0 to 1"),
         ({"method": "gtp", "sparsity": 0.0}, "sparsity above 0"),
         ({"method": "gtp", "neighbours": -1}, "neighbours are a whole number"),
-        ({"alpha": 0.3}, "alpha is an option of gtp, and tome has none"),
+        ({"alpha": 0.3}, "alpha is an option of gtp, not of tome"),
     ],
 )
 def test_values_that_make_no_sense_are_refused(values: dict[str, Any], words: str) -> None:

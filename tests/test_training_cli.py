@@ -655,7 +655,7 @@ def test_an_output_place_where_nothing_can_be_written(run: Run, home: Path) -> N
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="this machine has what is not to be had elsewhere")
 @pytest.mark.parametrize("device", ["cuda", "cuda:7", "mps", "xpu", "meta", "nonsense"])
 def test_a_device_that_is_not_there(run: Run, home: Path, tmp_path: Path, device: str) -> None:
-    text = f"device {device!r} is not to be had here; there is cpu"
+    text = f"device {device!r} is not available; available: cpu"
     run(*recovery(home, tmp_path / "run", "--device", device)).is_refused(text)
     run("eval", home / "dense", *DEMO, "--device", device).is_refused(text)
     assert not (tmp_path / "run").exists()

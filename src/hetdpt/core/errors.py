@@ -1,4 +1,4 @@
-"""What goes wrong, in the user's words: what was expected, what came, what to do. Imports nothing."""
+"""Errors for the user: what was expected, what was given, what to do. Imports nothing."""
 
 
 class HetDPTError(Exception):
@@ -18,11 +18,11 @@ class DataError(HetDPTError):
 
 
 class TrainError(HetDPTError):
-    """Training that was asked for wrongly, or that cannot go on."""
+    """Training with wrong settings, or that cannot continue."""
 
 
 class DeviceError(HetDPTError):
-    """A device that is not there, or has too little memory."""
+    """A device that is not available, or has too little memory."""
 
 
 class FoldError(HetDPTError):
@@ -34,14 +34,14 @@ class FileError(HetDPTError):
 
 
 class PredictError(HetDPTError):
-    """Samples that no accuracy can be predicted from, or a budget that no split of it meets."""
+    """Samples from which no accuracy can be predicted, or a budget that no split meets."""
 
 
 class MeasureError(HetDPTError):
-    """A measurement that was asked for wrongly."""
+    """A measurement with wrong settings."""
 
 
 def first_line(error: BaseException) -> str:
-    """Return what an error of another library says, without its second thoughts."""
+    """Return the first line of an error's text, or the name of its class if it has none."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__

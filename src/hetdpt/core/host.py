@@ -1,4 +1,4 @@
-"""What is known of the computer that hetdpt runs on, whichever system it has. No torch here."""
+"""Facts about the computer that hetdpt runs on, on any operating system. No torch here."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ IS_WINDOWS = sys.platform == "win32"
 
 
 def processor() -> str:
-    """Return the name of the CPU: Linux has it in a file, others in the platform."""
+    """Return the name of the CPU."""
     return _cpu_info("model name") or platform.processor() or platform.machine()
 
 
 def instructions() -> str:
-    """Return the instruction sets that the CPU offers, where the system lists them; virtual CPUs share a name."""
+    """Return the instruction sets of the CPU, if the system lists them; virtual CPUs share a name."""
     return _cpu_info("flags") or _cpu_info("Features")
 
 
 def cores() -> int:
-    """Return how many cores this process may use; where the system does not say (macOS), how many there are."""
+    """Return how many cores this process may use or, if the system does not say (macOS), how many there are."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def peak_memory() -> int:
-    """Return how many bytes of memory this process has used at most."""
+    """Return the peak memory of this process in bytes."""
     try:
         import resource
     except ImportError:  # Windows, where psutil knows the peak
@@ -39,7 +39,7 @@ def peak_memory() -> int:
 
 
 def _cpu_info(field: str) -> str:
-    """Return what Linux says of the first CPU; an empty text where it does not, or where this is not Linux."""
+    """Return a field of Linux's description of the first CPU; empty if there is none, as on other systems."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

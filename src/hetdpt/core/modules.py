@@ -1,6 +1,6 @@
-"""What is done with any torch module: copies around the same weights, replacements, eval mode for a while, a device.
+"""Operations on any torch module: copies that share weights, replacements, eval mode for a while, checked images.
 
-No model, site or stage is known here: whoever needs the images says what for.
+No model, site or stage is known here.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from torch.utils._pytree import tree_leaves
 from hetdpt.core.errors import DataError, DeviceError, ModelError, first_line
 
 WRONG_SIZE = (RuntimeError, ValueError, AssertionError, IndexError)
-"""What torch, timm and transformers raise on images of a size that a model does not take."""
+"""What torch, timm and transformers raise for images of a size that a model does not take."""
 
 
 def clone(model: nn.Module) -> nn.Module:
-    """Return a copy of the modules of ``model`` around the very same tensors.
+    """Return a copy of the modules of ``model`` that shares its tensors.
 
-    Replacing a module of the copy leaves the model alone; training the copy trains the model.
+    Replacing a module of the copy does not change the model; training the copy trains the model.
     """
     held = tree_leaves([list(vars(module).values()) for module in model.modules()])
-    kept = [value for value in held if isinstance(value, Tensor) and not value.is_leaf]  # of a pass with gradients
+    kept = [value for value in held if isinstance(value, Tensor) and not value.is_leaf]  # from a pass with gradients
     tensors = (*model.parameters(), *model.buffers(), *kept)
     return deepcopy(model, {id(tensor): tensor for tensor in tensors})
 
 
 def put_(model: nn.Module, path: str, module: nn.Module) -> None:
-    """Replace the module at ``path`` by ``module``, of which all that is new takes the mode of the one replaced.
+    """Replace the module at ``path`` by ``module``, whose new parts get the train or eval mode of the replaced one.
 
     In eval mode without gradients, ``nn.TransformerEncoderLayer`` computes with the weights of its modules and calls
-    none of them (torch's fast path), unless one of them has a hook. So what is put into such a layer gets a hook, and
-    in place of its attention the attributes that the layer reads before it looks for hooks.
+    none of them (torch's fast path), unless one of them has a hook. So a module put into such a layer gets a hook and,
+    in place of its attention, the attributes that the layer reads before it looks for hooks.
     """
     before = model.get_submodule(path)
     kept = {*before.modules()}
@@ -61,7 +61,7 @@ def _no_fast_path(_: nn.Module, __: Any) -> None:
 
 @contextmanager
 def evaluating(*models: nn.Module) -> Iterator[None]:
-    """Put every module in eval mode, and each one back as it was."""
+    """Put every module in eval mode, and restore the mode of each afterwards."""
     modes = [(module, module.training) for model in models for module in model.modules()]
     for model in models:
         model.eval()
@@ -74,7 +74,7 @@ def evaluating(*models: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def memory_advice(sentence: str) -> Iterator[None]:
-    """Raise ``DeviceError(sentence)`` in place of whatever torch raises where memory does not suffice."""
+    """Raise ``DeviceError(sentence)`` in place of what torch raises when it runs out of memory."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError
@@ -93,7 +93,7 @@ def random_images(model: nn.Module, size: tuple[int, int, int], batch: int) -> T
 def checked(batches: Iterable[Tensor], model: nn.Module, purpose: str) -> Generator[Tensor]:
     """Yield the images on the device and in the dtype of ``model``; ``DataError`` says what is wrong with them.
 
-    ``purpose`` is what the sentence says they are for, such as "transfer entropy". Batches without images are left out.
+    ``purpose`` is what the sentence says they are for, such as "transfer entropy". Empty batches are skipped.
 
     >>> [images] = checked([torch.ones(2, 3, 8, 8)], nn.Conv2d(3, 4, 1).double(), "an example")
     >>> images.dtype
@@ -113,16 +113,16 @@ def checked(batches: Iterable[Tensor], model: nn.Module, purpose: str) -> Genera
             continue
         first = images if first is None else first
         if images.shape[1:] != first.shape[1:]:
-            raise DataError(f"images must be of one size, but came {_size(first)} and {_size(images)}; resize them")
+            raise DataError(f"images must be of one size, but got {_size(first)} and {_size(images)}; resize them")
         yield images.to(weight)
     if first is None:
-        raise DataError(f"{purpose} needs images, but the batches are empty; an iterator can be read only once")
+        raise DataError(f"{purpose} needs images, but the batches are empty; was an iterator read before?")
 
 
 class Peeked:
-    """Images as ``checked`` yields them, the first batch of which is known before they are gone through.
+    """Images as ``checked`` yields them, with the first batch available before the first pass.
 
-    The first pass continues what was opened for that look, so that no workers are started for it alone.
+    The first pass continues the iterator that was opened for it, so that workers are not started twice.
     """
 
     def __init__(self, batches: Iterable[Tensor], model: nn.Module, purpose: str) -> None:
@@ -135,6 +135,12 @@ class Peeked:
         self.count = 0
         """Images of the latest pass, so far."""
 
+    @property
+    def size(self) -> tuple[int, int, int]:
+        """(C, H, W)."""
+        channels, height, width = self.first.shape[1:]
+        return channels, height, width
+
     def __length_hint__(self) -> int:
         return self._length
 
@@ -146,28 +152,25 @@ class Peeked:
 
 
 def is_once(batches: Iterable[Tensor]) -> bool:
-    """Whether ``batches`` can be gone through only once; they are not opened to find out."""
+    """Whether ``batches`` can be read only once; they are not opened to find out."""
     return batches.is_once if isinstance(batches, Peeked) else isinstance(batches, Iterator)
 
 
 def require_more_than_once(batches: Iterable[Tensor], times: str) -> None:
-    """Raise ``DataError`` if ``batches`` are an iterator; ``times`` is how often they are gone through, in words."""
+    """Raise ``DataError`` if ``batches`` are an iterator; ``times`` says how often and why they are read."""
     if is_once(batches):
-        raise DataError(
-            f"this goes over the images {times}, but came an iterator that can be read only once; "
-            "give a list of batches or a loader"
-        )
+        raise DataError(f"the images are read {times}, but got a one-shot iterator; pass a list or a DataLoader")
 
 
 @torch.no_grad()
 def require_takes(model: nn.Module, images: Tensor) -> None:
-    """Try ``model`` on the first of ``images`` (B, C, H, W); ``DataError`` where it does not take them."""
+    """Run ``model`` on the first of ``images`` (B, C, H, W); ``DataError`` if it does not take them."""
     try:
         model(images[:1])
     except WRONG_SIZE as error:
         raise DataError(
             f"{type(model).__name__} does not take images of {_size(images)}: {first_line(error)}; "
-            "prepare them in the size the model is made for"
+            "prepare them in the size that the model was built for"
         ) from error
 
 
@@ -190,12 +193,12 @@ def digest(model: nn.Module) -> str:
 
 
 def bytes_of(tensor: Tensor) -> bytes:
-    """Return the values of ``tensor`` as they lie in memory, row by row."""
+    """Return the bytes of ``tensor``, row by row."""
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def find_device(name: str | None = None) -> torch.device:
-    """Return the device called ``name``, or the fastest there is; ``DeviceError`` where it is not to be had.
+    """Return the device called ``name``, or the fastest available; ``DeviceError`` if it is not available.
 
     >>> find_device("cpu")
     device(type='cpu')
@@ -205,5 +208,5 @@ def find_device(name: str | None = None) -> torch.device:
         return torch.device(next(k for k in has if has[k]))
     kind, _, number = name.partition(":")
     if not has.get(kind) or not (number or "0").isdecimal():
-        raise DeviceError(f"device {name!r} is not to be had here; there is {', '.join(k for k in has if has[k])}")
+        raise DeviceError(f"device {name!r} is not available; available: {', '.join(k for k in has if has[k])}")
     return torch.device(name)

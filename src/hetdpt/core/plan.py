@@ -1,6 +1,6 @@
 """The values that stages exchange: frozen, comparable, with a JSON round trip. No torch here.
 
-``Plan`` is the keel: everything upstream makes one, everything downstream takes one, and a user may write one by hand.
+Methods of selection return a ``Plan``, surgery applies one, and a user may write one by hand.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ KINDS: tuple[Kind, Kind] = ("attention", "activation")
 
 @dataclass(frozen=True)
 class Site:
-    """One removable place of a model.
+    """One removable layer of a model.
 
     >>> Site("attention", 3, "blocks.3.attn").block
     3
@@ -31,14 +31,14 @@ class Site:
     kind: Kind
     block: int
     path: str
-    """Where it is in the model: ``blocks.3.attn``."""
+    """Its module in the model: ``blocks.3.attn``."""
     is_gated: bool = False
     """Whether it is the activation of a gated FFN (SwiGLU), which has no exact linear form."""
 
 
 @dataclass(frozen=True)
 class Budget:
-    """How many layers of each kind go."""
+    """How many layers of each kind are removed."""
 
     attention: int
     activation: int
@@ -77,7 +77,7 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Anatomy:
-    """What a plan must know of the model it was made for: how many blocks, how wide, what each offers."""
+    """The structure of the model that a plan was made for: its blocks, its width, and which blocks have which sites."""
 
     blocks: int
     width: int
@@ -100,15 +100,15 @@ class Fit:
     r2: float
     """1 - E || y - r(x) ||^2 / E || y ||^2 for a layer y and its replacement r, on images r was not fitted on.
 
-    0 is as bad as leaving the layer out, 1 is perfect.
+    0 is as bad as skipping the layer, 1 is perfect.
     """
     ridge: float | None = None
-    """The ridge that was best on images held out; None for constants."""
+    """The ridge that was best on held-out images; None for constants."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Which layers go, and how.
+    """Which layers are removed, and how.
 
     Indices are blocks, counted from 0; they are sorted and must not repeat.
 
@@ -151,7 +151,7 @@ class Plan:
         return Budget(len(self.attention), len(self.activation))
 
     def removes(self, site: Site) -> bool:
-        """Whether this plan takes ``site`` away."""
+        """Whether this plan removes ``site``."""
         return site.block in getattr(self, site.kind)
 
     def style_of(self, kind: Kind) -> Style:
@@ -173,7 +173,7 @@ class Plan:
         if self.anatomy not in (None, anatomy):
             raise PlanError(
                 f"the plan was made for a model with {self.anatomy}, but this one has {anatomy}; "
-                "make a plan for this model, or drop 'anatomy' from the plan to apply it all the same"
+                "make a plan for this model, or delete 'anatomy' from the plan to apply it anyway"
             )
         for kind in KINDS:
             offered = getattr(anatomy, kind)
@@ -185,8 +185,8 @@ class Plan:
                     )
                 if block not in offered:
                     raise PlanError(
-                        f"the plan removes {kind} {block} but block {block} of this model offers no {kind} site; "
-                        f"those that do: {_spell(offered)}"
+                        f"the plan removes {kind} {block} but block {block} of this model has no {kind} site; "
+                        f"blocks that have one: {_spell(offered)}"
                     )
 
     def to_json(self) -> str:
@@ -198,7 +198,7 @@ class Plan:
         try:
             values = json.loads(text)
         except (ValueError, RecursionError) as error:
-            raise PlanError(f"a plan is a JSON object, but this is not JSON ({error}); see Plan.to_json") from None
+            raise PlanError(f"a plan is a JSON object, but got invalid JSON ({error}); see Plan.to_json") from None
         return cls.from_dict(values)
 
     @classmethod

@@ -46,7 +46,7 @@ def published_plan(name: str) -> Plan:
     plans = published_plans()
     if name not in plans:
         near = difflib.get_close_matches(name, plans, 3) or list(plans)[:3]
-        raise PlanError(f"the paper has no plan called {name!r}; there are {len(plans)}, such as {', '.join(near)}")
+        raise PlanError(f"the paper has no plan called {name!r}; it has {len(plans)}, such as {', '.join(near)}")
     return plans[name]
 
 

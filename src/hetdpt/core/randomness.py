@@ -1,4 +1,4 @@
-"""Random numbers for a block of code alone. Seeds nothing for good."""
+"""Random numbers for one block of code. The global generators are restored afterwards."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import torch
 
 @contextmanager
 def seeded(*entropy: int, device: torch.device | None = None) -> Iterator[None]:
-    """Run the block with the generators seeded from ``entropy``, and give them back as they were.
+    """Run the block with the generators seeded from ``entropy``, and restore their states afterwards.
 
-    Those of Python, numpy and torch on the CPU, and that of ``device`` if it is an accelerator. ``entropy`` are
-    integers from 0 on; (1,) and (1, 0) differ, which they do not in a plain ``np.random.SeedSequence``.
+    These are the generators of Python, numpy and torch on the CPU, and that of ``device`` if it is an accelerator.
+    ``entropy`` are integers from 0; (1,) and (1, 0) differ, unlike in a plain ``np.random.SeedSequence``.
 
     >>> with seeded(1, 2):
     ...     first = random.random()

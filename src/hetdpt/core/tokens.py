@@ -10,41 +10,41 @@ from typing import Any
 from hetdpt.core.errors import PlanError
 
 TOKEN_PAPERS = {"tome": "https://arxiv.org/abs/2210.09461", "gtp": "https://arxiv.org/abs/2311.03035"}
-"""The methods that reduce tokens, and where they are from."""
+"""The methods that reduce tokens, and their papers."""
 SCHEDULES = ("constant", "decreasing")
 GTP_OPTIONS = ("alpha", "neighbours", "sparsity")
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """By what method and how many tokens go in the blocks that have attention.
+    """How many tokens are removed in each block that has attention, and by which method.
 
     >>> Tokens("tome", 8).amounts(3), Tokens("tome", 8, "decreasing").amounts(3)
     ((8, 8, 8), (16, 8, 0))
     """
 
     method: str
-    """``tome`` merges alike tokens; ``gtp`` adds those that matter least to their neighbours."""
+    """``tome`` merges similar tokens; ``gtp`` adds the least important ones to their neighbours."""
     r: int
-    """Tokens that go in each such block, on average; 0 leaves the model as it is."""
+    """Tokens removed in each such block, on average; 0 leaves the model unchanged."""
     schedule: str = "constant"
     """``constant``, or ``decreasing``: from 2 r in the first such block to 0 in the last."""
     alpha: float = 0.2
-    """How much of a token that goes its neighbours take in; of ``gtp`` alone, as all that follows."""
+    """How much of a removed token is added to its neighbours; only for ``gtp``, as all that follows."""
     neighbours: int = 8
-    """Most similar tokens that one is linked to, besides those beside it in the image."""
+    """Number of most similar tokens that a token is linked to, in addition to those next to it in the image."""
     sparsity: float = 1.0
-    """Part of the attention map, its largest entries, that is kept."""
+    """Fraction of the attention map, its largest entries, that is kept."""
 
     def __post_init__(self) -> None:
         if self.method not in TOKEN_PAPERS:
             raise PlanError(
-                f"no method of reducing tokens is called {self.method!r}; there are {', '.join(TOKEN_PAPERS)}"
+                f"no method of reducing tokens is called {self.method!r}; available: {', '.join(TOKEN_PAPERS)}"
             )
         if self.schedule not in SCHEDULES:
-            raise PlanError(f"a schedule of tokens is {' or '.join(SCHEDULES)}, not {self.schedule!r}")
+            raise PlanError(f"the schedule of tokens is {' or '.join(SCHEDULES)}, not {self.schedule!r}")
         if not _is_whole(self.r):
-            raise PlanError(f"r is how many tokens go in each block, a whole number such as 8, not {self.r!r}")
+            raise PlanError(f"r is how many tokens each block removes, a whole number such as 8, not {self.r!r}")
         if not 0 <= self.alpha <= 1 or not 0 < self.sparsity <= 1 or not _is_whole(self.neighbours):
             raise PlanError(
                 f"alpha and sparsity are from 0 to 1, sparsity above 0, and neighbours are a whole number, not "
@@ -52,10 +52,10 @@ class Tokens:
             )
         given = [name for name in GTP_OPTIONS if getattr(self, name) != getattr(Tokens, name)]
         if given and self.method != "gtp":
-            raise PlanError(f"{given[0]} is an option of gtp, and {self.method} has none; leave it out")
+            raise PlanError(f"{given[0]} is an option of gtp, not of {self.method}; leave it out")
 
     def amounts(self, blocks: int) -> tuple[int, ...]:
-        """Return how many tokens go in each of so many blocks; both schedules come to r a block."""
+        """Return how many tokens each of so many blocks removes; both schedules average r per block."""
         if self.schedule == "constant" or blocks == 1:
             return (self.r,) * blocks
         ends = [round(Fraction(self.r * block * (2 * blocks - 1 - block), blocks - 1)) for block in range(blocks + 1)]
@@ -69,7 +69,7 @@ class Tokens:
 
 
 def read_tokens(text: str) -> Tokens:
-    """Return what ``text`` says: METHOD:R, or METHOD:R:SCHEDULE.
+    """Return the value written in ``text`` as METHOD:R or METHOD:R:SCHEDULE.
 
     >>> read_tokens("tome:8") == Tokens("tome", 8), read_tokens("tome:8:decreasing").schedule
     (True, 'decreasing')

@@ -1,7 +1,7 @@
-"""Layers chosen one after another, each the one whose removal does the least damage for what it gains; no labels.
+"""Layers chosen one after another, each with the least damage per gain; no labels.
 
-The damage is measured after the replacements are fitted, between the answers of the model as given
-and those of the model without the layers. What a layer gains is given: 1, or the milliseconds that it costs.
+The damage is measured after the replacements are fitted, between the outputs of the model as given and those of the
+model without the layers. The gain of a layer is given: 1, or the milliseconds that it costs.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ PARTS = 100  # of a step, as progress counts them
 
 @dataclass(frozen=True)
 class GreedyChoice:
-    """One layer that goes."""
+    """One layer to remove."""
 
     site: Site
     damage: float
-    """Of the model without it and all that were chosen before it."""
+    """Of the model without it and without all that were chosen before it."""
     gain: float
 
     @classmethod
     def from_dict(cls, values: Any) -> GreedyChoice:
-        """Return the choice that ``asdict`` made ``values`` of."""
+        """Return the choice whose ``asdict`` is ``values``."""
         return cls(Site(**values["site"]), values["damage"], values["gain"])
 
 
@@ -59,11 +59,11 @@ def choose(
 ) -> Iterator[GreedyChoice]:
     """Yield layers to remove, one after another, until together they gain ``target``.
 
-    Every step takes the site s of ``gains`` with the least (damage(S + s) - damage(S)) / gain(s), S being what went
-    before; on a tie the one that runs first. Sites that gain nothing are never taken. ``removal`` says what a removed
-    layer leaves; what is fitted is fitted anew in every step, on ``batches`` and on the model without S. The damage is
-    ``Damage``, relative to ``model`` as given, on the images of ``judge``, which default to ``batches``. Both are gone
-    through in every step and should give the same images each time.
+    Every step takes the site s of ``gains`` with the least (damage(S + s) - damage(S)) / gain(s), where S are those
+    chosen before; on a tie the one that runs first. Sites without a gain are never taken. ``removal`` says what
+    replaces a removed layer; replacements are fitted anew in every step, on ``batches`` and on the model without S. The
+    damage is ``Damage``, relative to ``model`` as given, on the images of ``judge``, by default ``batches``. Both are
+    read in every step and should give the same images each time.
 
     ``chosen`` are the choices of an earlier call, from which to continue. ``memory`` is that of ``CachedVariants``.
     ``progress`` is called with (hundredths of steps done, in all), an estimate where gains differ.
@@ -87,13 +87,13 @@ def choose(
         current = variants_of(current, [choice.site], images)[choice.site]
     _require_reachable(reached + sum(gains[site] for site in left), target, len(left))
     damage = chosen[-1].damage if chosen else 0.0
-    court = _Court(model, judge, memory)
+    dense = _DenseOutputs(model, judge, memory)
     step = len(chosen)
     while left and reached < target:
         steps = step + ceil((target - reached) * len(left) / sum(gains[site] for site in left))
         tell = _part_of(progress, step, steps)
         variants = variants_of(current, left, images)
-        damages = court.damages(current, variants, tell, length_hint(images))
+        damages = dense.damages(current, variants, tell, length_hint(images))
         best = min(left, key=lambda site: (damages[site] - damage) / gains[site])
         _require_finite(damages[best], step)
         current, damage, reached, step = variants[best], damages[best], reached + gains[best], step + 1
@@ -122,14 +122,14 @@ def damage_of_each(
     images, judge = _both(model, batches, judge, "to fit replacements and to judge them")
     current = ready_for(images.first, model, removal)
     variants = variants_of(current, sites, images)
-    court = _Court(model, judge, MEMORY)
-    return court.damages(current, variants, _part_of(progress, 0, 1), length_hint(images))
+    dense = _DenseOutputs(model, judge, MEMORY)
+    return dense.damages(current, variants, _part_of(progress, 0, 1), length_hint(images))
 
 
 def _both(
     model: nn.Module, batches: Iterable[Tensor], judge: Iterable[Tensor] | None, times: str
 ) -> tuple[Peeked, Iterable[Tensor]]:
-    """Return the images to fit on and those to judge on, which are the same where ``judge`` does not say otherwise."""
+    """Return the images to fit on and those to judge on, which are the same unless ``judge`` is given."""
     judge = batches if judge is None else judge
     for images in (batches, judge):
         require_more_than_once(images, times)
@@ -137,8 +137,8 @@ def _both(
     return peeked, peeked if judge is batches else judge
 
 
-class _Court:
-    """The answers of the dense model to some images, with which those of others are compared."""
+class _DenseOutputs:
+    """The outputs of the dense model for some images, with which those of variants are compared."""
 
     @torch.no_grad()
     def __init__(self, model: nn.Module, images: Iterable[Tensor], memory: int) -> None:
@@ -149,14 +149,14 @@ class _Court:
             self.answers.append(Probe()(dense, batch).cpu())
             self.marks.append(_mark(batch))
         if not all(answers.isfinite().all() for answers in self.answers):
-            raise ModelError("the model answers with values that are not finite; check its weights, or use float32")
+            raise ModelError("the model returns values that are not finite; check its weights, or use float32")
 
     def damages(
         self, current: nn.Module, variants: Mapping[Site, nn.Module], tell: Callable[[float], None], fits: int
     ) -> dict[Site, float]:
-        """Return the damage of each variant of ``current``; ``tell`` is told which part of the step is done.
+        """Return the damage of each variant of ``current``; ``tell`` is called with the fraction of the step done.
 
-        ``fits`` are forward passes of the step that have been made before.
+        ``fits`` is how many forward passes of the step have been made before.
         """
         found = {site: Damage.to(self.model) for site in variants}
         done, in_all = fits, fits + len(self.answers) * (1 + len(variants))
@@ -175,14 +175,14 @@ class _Court:
 
 
 def _mark(images: Tensor) -> Tensor:
-    """Return a number for each image by which it is known again."""
+    """Return a number that identifies each image."""
     return images.float().flatten(1).mean(1).cpu()
 
 
 def _require_same(mark: Tensor, images: Tensor) -> None:
     if len(mark) != len(images) or not torch.allclose(mark, _mark(images), rtol=1e-4, atol=1e-6):
         raise DataError(
-            "choosing layers goes over the images once for each layer, but they came in another order than before; "
+            "choosing layers reads the images once for each layer, but they were in another order than before; "
             "give a loader that does not shuffle or augment"
         )
 
@@ -198,13 +198,13 @@ def _part_of(progress: Progress | None, step: int, steps: int) -> Callable[[floa
 def _require_reachable(whole: float, target: float, left: int) -> None:
     if whole < target:
         raise PlanError(
-            f"{target:g} is to be gained, but with all {left} layers that may go it is {whole:g}; ask for less"
+            f"the goal is a gain of {target:g}, but removing all {left} layers gains {whole:g}; set a smaller goal"
         )
 
 
 def _require_finite(damage: float, step: int) -> None:
     if not isfinite(damage):
         raise PlanError(
-            f"after {step} layers, whichever goes next leaves a model whose answers are not finite; "
-            "ask for less, or use float32"
+            f"after {step} layers, removing any other leaves a model whose outputs are not finite; "
+            "remove fewer layers, or use float32"
         )

@@ -1,7 +1,7 @@
-"""What each layer is worth before anything is trained: every site, removed in every way there is, each by itself.
+"""What each layer is worth before anything is trained: every site removed by every style, one at a time.
 
-Two passes over some images tell it: one fits all replacements, one compares the answers of all variants with those of
-the dense model. No labels are needed, nothing is trained, chosen or written here.
+Two passes over some images suffice: one fits all replacements, one compares the outputs of all variants with those of
+the dense model. No labels are needed; nothing is trained, chosen or written here.
 """
 
 from __future__ import annotations
@@ -35,32 +35,32 @@ from hetdpt.surgery.remove import ready_for, without
 from hetdpt.surgery.replacement import why_not_removable
 
 LIMIT = 0.5
-"""Of the damage of an answer that ignores the image: what does more than this does not replace a layer."""
+"""Of the damage of an output that ignores the image: a style that does more does not replace a layer."""
 PURPOSE = "a scan"
 Progress = Callable[[str, int, int], None]
 """Called with (what is being done, steps done, steps in all)."""
 Variant = tuple[Site, str]
-"""A site and the style by which it goes."""
+"""A site and the style that removes it."""
 
 
 @dataclass(frozen=True)
 class ScanRow:
-    """What becomes of a model that loses one site in one style."""
+    """The effect of removing one site by one style."""
 
     site: Site
     style: str
     te: float
-    """Transfer entropy of this removal on the logits, in nats; infinity where an answer is not finite."""
+    """Transfer entropy of this removal on the logits, in nats; infinity if an output is not finite."""
     r2: float | None
-    """How well the replacement fits the layer, on images it was not fitted on; None for styles that are not fitted."""
+    """How well the replacement fits the layer on held-out images; None for styles that are not fitted."""
     damage: float
     """KL(dense || changed) in nats or, without classes, the error of the features; see ``Damage``."""
     is_replaceable: bool
-    """Whether this style replaces the layer: its damage is at most ``LIMIT`` of what no look at the image would do."""
+    """Whether this style replaces the layer: its damage is at most ``LIMIT`` of that of ignoring the image."""
     macs_saved: int
-    """Multiply-accumulates of one image that the merged model has fewer."""
+    """Multiply-accumulates per image that the merged model saves."""
     ms_saved: Measurement | None
-    """Milliseconds of one batch that it takes less; None where nothing was timed."""
+    """Milliseconds per batch that it saves; None if nothing was timed."""
 
 
 @dataclass(frozen=True)
@@ -69,17 +69,17 @@ class ScanTable:
 
     rows: tuple[ScanRow, ...]
     is_classifier: bool
-    """Whether damage is in nats; else it is the part of the features that is lost."""
+    """Whether damage is in nats; else it is the fraction of the features that is lost."""
     uninformed: float
-    """The damage of the best answer that ignores the image; see ``Uninformed``."""
+    """The damage of the best output that ignores the image; see ``Uninformed``."""
     dense: Costs
     latency: Measurement | None
-    """Of the dense model; None where nothing was timed."""
+    """Of the dense model; None if nothing was timed."""
     fitted_on: int
     """Images."""
     judged_on: int
     is_apart: bool
-    """Whether those are other images than it was fitted on."""
+    """Whether these are other images than those fitted on."""
 
     @property
     def limit(self) -> float:
@@ -103,7 +103,7 @@ class ScanTable:
         return tuple(site for site in self.sites if not any(row.is_replaceable for row in self.of(site)))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what JSON can hold: None stands for infinity, which it has not."""
+        """Return values for JSON, which has no infinity: None stands for it."""
         values = asdict(self)
         for row in values["rows"]:
             row |= {name: row[name] if isfinite(row[name]) else None for name in ("te", "damage")}
@@ -132,11 +132,11 @@ def _measurement(values: dict[str, Any] | None) -> Measurement | None:
 
 
 class Uninformed:
-    """The damage that the best answer would do that is the same for every image; in a stream, float64.
+    """The damage of the best output that is the same for every image; computed in a stream, in float64.
 
-    Of a classifier it is the mean of the dense predictions q, and the damage E KL(p || q) = H(q) - E H(p): all that
-    the dense answers tell about the image, at most the logarithm of the number of images. Of a model without classes
-    it is the mean of the features, and the damage their variance, E || f - E f ||^2 / E || f ||^2.
+    For a classifier that output is the mean of the dense predictions q, and the damage E KL(p || q) = H(q) - E H(p):
+    all the information of the dense outputs about the image, at most the logarithm of the number of images. For a model
+    without classes it is the mean of the features, and the damage their variance, E || f - E f ||^2 / E || f ||^2.
 
     >>> uninformed = Uninformed(is_classifier=True)
     >>> uninformed.add(torch.tensor([[50.0, 0.0], [0.0, 50.0]]))  # sure of two classes, one bit
@@ -151,7 +151,7 @@ class Uninformed:
         """Sum of H(p), or of || f ||^2."""
 
     def add(self, dense: Tensor) -> None:
-        """Take in answers (B, C) of the dense model."""
+        """Add outputs (B, C) of the dense model."""
         dense = dense.detach().cpu().double()
         if self.is_classifier:
             logarithms = dense.log_softmax(1)
@@ -180,19 +180,19 @@ def scan(
     latency: bool = True,
     progress: Progress | None = None,
 ) -> ScanTable:
-    """Return what each site is worth under each style that can remove it, one at a time, without training.
+    """Return the effect of removing each site by each style that can remove it, one at a time, without training.
 
-    ``batches`` are images (B, C, H, W), prepared as the model wants them, on which replacements are fitted; ``judge``
-    are those on which answers are compared, by default the same again. Images that were not fitted on give the damage
-    that others will see. ``memory`` (bytes) bounds what is kept of one batch. ``latency`` times the merged blocks on
-    ``batch`` images at once (256 on a GPU, 8 on a CPU); constants are taken to cost what a skip does.
+    Replacements are fitted on ``batches`` of images (B, C, H, W), prepared for the model; outputs are compared on those
+    of ``judge``, by default the same. Images that were not fitted on give the damage to expect on others. ``memory``
+    (bytes) bounds the cache for one batch. ``latency`` times the merged blocks on ``batch`` images at once (256 on a
+    GPU, 8 on a CPU); styles with the same costs (``Style.costs_like``) are measured once.
 
-    A style replaces a layer (``is_replaceable``) if it does at most half (``LIMIT``) of the damage of an answer that
-    ignores the image (``Uninformed``): half of what the model tells about its images is still told. On ViT-Tiny and
-    ImageNet that is where about half of the accuracy is left. How well a layer is fitted does not say it: there the
-    first FFN is fitted with R^2 = 0.67, better than most, and the model is left at chance.
+    A style replaces a layer (``is_replaceable``) if it does at most half (``LIMIT``) of the damage of an output that
+    ignores the image (``Uninformed``), which keeps half of the information about the images. On ViT-Tiny and ImageNet
+    about half of the accuracy is left there. The quality of the fit does not tell: the first FFN is fitted with
+    R^2 = 0.67, better than most, and the model is at chance.
 
-    A model pruned already is scanned by the removal it was pruned with.
+    A pruned model is scanned with the removal it was pruned with.
 
     >>> import timm
     >>> model = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=2, num_classes=10)
@@ -203,7 +203,7 @@ def scan(
     if judge is None:
         require_more_than_once(batches, "twice: to fit the replacements, and to compare")
     images = Peeked(batches, model, PURPOSE)
-    size = images.first.shape[1], images.first.shape[2], images.first.shape[3]
+    size = images.size
     base = ready_for(images.first, model, "plain")
     offered = _offered(base)
     fits = _fit(base, offered, images, progress)
@@ -233,8 +233,7 @@ def scan(
 def _offered(model: nn.Module) -> list[Variant]:
     """Return every site that is left, with every style that can remove it."""
     record = require_record(model)
-    left = [handle for handle in record.survey.handles if not record.plan.removes(handle.site)]
-    return [(handle.site, style) for handle in left for style in _styles(handle, record.plan)]
+    return [(handle.site, style) for handle in record.left for style in _styles(handle, record.plan)]
 
 
 def _styles(handle: Handle, plan: Plan) -> list[str]:
@@ -261,14 +260,14 @@ def _costs_as(style: str) -> str:
 def _fit(
     model: nn.Module, offered: list[Variant], batches: Iterable[Tensor], progress: Progress | None
 ) -> dict[Variant, Fitted]:
-    """Return a replacement for every variant that has one, all from one pass where there is memory for it."""
-    asked: dict[Site, list[str]] = {}
+    """Return a replacement for every variant that is fitted, all from one pass if memory allows."""
+    wanted: dict[Site, list[str]] = {}
     for site, style in offered:
         if STYLES[style].fit:
-            asked.setdefault(site, []).append(style)
-    if not asked:
+            wanted.setdefault(site, []).append(style)
+    if not wanted:
         return {}
-    return fit_sites(model, asked, batches, progress=partial(progress, "fitting") if progress else None)
+    return fit_sites(model, wanted, batches, progress=partial(progress, "fitting") if progress else None)
 
 
 def _variant(model: nn.Module, key: Variant, fits: dict[Variant, Fitted]) -> nn.Module:
@@ -277,7 +276,7 @@ def _variant(model: nn.Module, key: Variant, fits: dict[Variant, Fitted]) -> nn.
 
 @dataclass(frozen=True)
 class _Found:
-    """What one pass over the images said of all variants."""
+    """The measures of all variants from one pass over the images."""
 
     te: dict[Variant, float]
     damage: dict[Variant, float]
@@ -294,11 +293,11 @@ def _compare(
     memory: int,
     progress: Progress | None,
 ) -> _Found:
-    """Return how far the answers of each variant are from those of ``model``, from one pass over ``judge``."""
+    """Return how far the outputs of each variant are from those of ``model``, from one pass over ``judge``."""
     judged = Peeked(judge, model, PURPOSE)
     first = judged.first
     if first.shape[1:] != size:
-        raise DataError(f"images to judge on are {_spell(first.shape[1:])} but those to fit on {_spell(size)}")
+        raise DataError(f"the images to judge on are {_spell(first.shape[1:])} but those to fit on {_spell(size)}")
     side_by_side = CachedVariants(model, variants, Probe(), first, memory)
     damages = {key: Damage.to(model) for key in variants}
     spreads: dict[Variant | None, Spread] = {key: Spread() for key in (None, *variants)}
@@ -333,7 +332,7 @@ def _spell(size: Iterable[int]) -> str:
 def _macs_saved(
     model: nn.Module, offered: list[Variant], size: tuple[int, int, int], progress: Progress | None
 ) -> tuple[Costs, dict[Variant, int]]:
-    """Return the costs of ``model`` and the MACs that each variant saves, each structure counted once."""
+    """Return the costs of ``model`` and the MACs that each variant saves; of styles with the same costs one is counted."""
     dense = Costs.of(model, size)
     saved: dict[Variant, int] = {}
     for done, (site, style) in enumerate(offered, 1):

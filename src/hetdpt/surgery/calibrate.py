@@ -69,15 +69,14 @@ def calibrate_(
     """
     plan = replace(plan, fits=(), removal=plan.removal if plan.is_any_fitted else "calibrated")
     images = Peeked(batches, model, PURPOSE)
-    size = images.first.shape[1], images.first.shape[2], images.first.shape[3]
-    place_(clone(model), plan, size)  # an impossible plan is refused before anything is fitted
+    place_(clone(model), plan, images.size)  # an impossible plan is refused before anything is fitted
     dense = ready_for(images.first, model, plan.removal)
     removed = [handle.site for handle in require_record(dense).to_remove(plan)]
     if images.is_once:
         found = [*fit_sites(dense, _fitted_styles(removed, plan), images, progress=progress).values()]
     else:
         found = _fit_in_order(dense, removed, plan, images, progress)
-    place_(model, plan, size)
+    place_(model, plan, images.size)
     for fitted in found:
         fill_(model, fitted.site, fitted.values, fitted.fit)
     return model
@@ -92,7 +91,7 @@ def gate_fitted_(
     is unchanged.
     """
     images = Peeked(batches, model, PURPOSE)
-    place_gates_(model, plan, (images.first.shape[1], images.first.shape[2], images.first.shape[3]), sites)
+    place_gates_(model, plan, images.size, sites)
     gates = gates_by_site(model)
     for gate in gates.values():
         gate.is_open = True

@@ -1,8 +1,8 @@
-"""A model and its variants side by side on the same images, each variant run only from where it differs.
+"""A model and its variants on the same images, each variant run only from the first module in which it differs.
 
-A variant is a copy of the model with some of its modules replaced. What had finished before the first of them is
-recalled from the pass of the model itself, so no ``forward`` is copied and no family is known. What the variants are,
-and what their answers are worth, is said elsewhere: no site, no plan and no entropy lives here.
+A variant is a copy of the model with some of its modules replaced. The outputs of the modules that finish before the
+first of them are cached in the pass of the model itself, so no ``forward`` is copied and no model family is known. No
+site, no plan and no entropy is known here.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from hetdpt.core.errors import DataError, ModelError
 from hetdpt.core.modules import clone
 
 K = TypeVar("K")
-"""What a variant is called by."""
+"""The key of a variant."""
 ProbeName = Literal["logits", "feature"]
 PROBES = ("logits", "feature")
 MEMORY = 1 << 30
-"""Bytes that may be kept of one batch to be recalled."""
+"""Bytes of outputs that may be cached for one batch."""
 
 
 class Probe:
-    """What is looked at: the answer of a model, or what its ``heads`` (paths of linear layers) are given."""
+    """Reads the output of a model or, with ``heads`` (paths of linear layers), their inputs."""
 
     def __init__(self, heads: tuple[str, ...] = ()) -> None:
         self.heads = heads
 
     @classmethod
     def of(cls, name: ProbeName, model: nn.Module, images: Tensor, purpose: str) -> Probe:
-        """Return the probe called ``name``; ``purpose`` is what a sentence says it is for."""
+        """Return the probe called ``name``; ``purpose`` names its use in error messages."""
         if name not in PROBES:
             raise DataError(f"the probe of {purpose} is one of {', '.join(PROBES)}, not {name!r}")
         return cls(heads_of(model, images[:1]) if name == "feature" else ())
@@ -57,7 +57,7 @@ class Probe:
 
 
 def _logits(answer: Any) -> Tensor:
-    """Return the logits in an answer, or its first tensor where there are none."""
+    """Return the logits in an output, or its first tensor if there are none."""
     try:
         return logits_of(answer)
     except ModelError:
@@ -73,8 +73,8 @@ def _tensors(values: Any) -> list[Tensor]:
 def heads_of(model: nn.Module, images: Tensor) -> tuple[str, ...]:
     """Return the paths of the linear layers whose outputs make the logits; ``ModelError`` if there are none.
 
-    They are the first that one meets on every way back from the logits. A residual stream leads past every linear
-    layer to the image, so a model without a head is told from one with a head.
+    They are the first linear layers on every path back from the logits. A residual stream leads past every linear
+    layer to the image, which tells a model without a head from one with a head.
     """
     makers: dict[Node | None, str] = {}
     with torch.inference_mode(False), torch.enable_grad(), ExitStack() as stack:
@@ -90,14 +90,14 @@ def heads_of(model: nn.Module, images: Tensor) -> tuple[str, ...]:
     met, seen = _ways_back([answer.grad_fn], makers)
     if not met or image.grad_fn in seen:
         raise ModelError(
-            f"probe 'feature' is what goes into the linear layers that make the logits, but {type(model).__name__} "
-            "has none at its end; use probe 'logits', which is the answer of any model"
+            f"probe 'feature' reads the input of the linear layers that compute the logits, but "
+            f"{type(model).__name__} has none at its end; use probe 'logits', which reads the output of any model"
         )
     return tuple(dict.fromkeys(makers[node] for node in makers if node in met))
 
 
 def _ways_back(ends: Iterable[Node | None], stops: Iterable[Node | None]) -> tuple[set[Node], set[Node]]:
-    """Return the nodes among ``stops`` that one meets on the ways back from ``ends``, and all nodes up to them."""
+    """Return the nodes among ``stops`` that are first on the paths back from ``ends``, and all nodes up to them."""
     stops, met, seen, todo = set(stops), set[Node](), set[Node](), [*ends]
     while todo:
         node = todo.pop()
@@ -113,7 +113,7 @@ def _ways_back(ends: Iterable[Node | None], stops: Iterable[Node | None]) -> tup
 
 @dataclass(frozen=True)
 class CutPoint:
-    """A moment of a pass: which modules had finished, the outermost ones, and whose answers are read afterwards."""
+    """A moment of a pass: the (outermost) modules that had finished, and those whose outputs are read afterwards."""
 
     moment: int
     finished: frozenset[str]
@@ -121,7 +121,7 @@ class CutPoint:
 
 
 class ModuleTimeline:
-    """When each module of a model ran, and what the probe was computed from, as autograd saw it in one pass."""
+    """When each module of a model ran, and what the probe was computed from, as recorded by autograd in one pass."""
 
     def __init__(self, model: nn.Module, probe: Probe, images: Tensor) -> None:
         self.clock = 0
@@ -129,10 +129,10 @@ class ModuleTimeline:
         self.stops: dict[str, int] = {}
         self.calls = Counter[str]()
         self.given: list[tuple[int, Node | None]] = []
-        """What modules were given, and when; a variant may read it where the model does not."""
+        """The inputs of modules, and when; a variant may read them where the model does not."""
         self.makers: defaultdict[Node, set[str]] = defaultdict(set)
         self.unseen: set[str] = set()
-        """Modules with an answer that has no gradient: who reads it is not known."""
+        """Modules with an output that has no gradient: what reads it is not known."""
         with torch.inference_mode(False), torch.enable_grad(), ExitStack() as stack:
             for path, module in model.named_modules():
                 begin = module.register_forward_pre_hook(partial(self._begin, path), with_kwargs=True)
@@ -150,7 +150,7 @@ class ModuleTimeline:
         self.calls[path] += 1
         given = {id(value) for value in _tensors((args, kwargs))}
         answers = _tensors(output)
-        if all(id(answer) in given for answer in answers):  # dropout, identity: nothing to be saved
+        if all(id(answer) in given for answer in answers):  # dropout, identity: nothing to cache
             return
         self.stops[path] = self.clock
         self.clock += 1
@@ -163,7 +163,7 @@ class ModuleTimeline:
     def cut_before(self, paths: Iterable[str]) -> CutPoint:
         """Return the moment at which the first of the modules at ``paths`` starts.
 
-        Whatever finished before it cannot depend on it. A module that runs twice is none of the finished ones.
+        Modules that finished before it cannot depend on it. A module that runs twice is not counted as finished.
         """
         moment = min(map(self._start, paths))
         done = {path for path, stop in self.stops.items() if stop < moment and self.calls[path] == 1}
@@ -174,7 +174,7 @@ class ModuleTimeline:
         return CutPoint(moment, finished, finished & read)
 
     def _start(self, path: str) -> int:
-        """Return when the module at ``path`` starts; where it never runs, the one around it, which may read it."""
+        """Return when the module at ``path`` starts or, if it never runs, the one around it, which may read it."""
         return next(self.starts[place] for place in (path, *_above(path)) if place in self.starts)
 
 
@@ -185,9 +185,9 @@ def _above(path: str) -> Iterator[str]:
 
 
 class CachedModule(nn.Module):
-    """Stands for a module that has run already: answers what it answered then, whatever it is given.
+    """Replaces a module that has run already: returns the cached output, whatever its input.
 
-    An answer that nobody reads has its shape alone and is full of NaN, which would show if somebody did.
+    An output that nothing reads is cached as a shape only and returned full of NaN, which would show if it were read.
     """
 
     def __init__(self, module: nn.Module, answers: dict[str, Any], path: str, is_read: bool) -> None:
@@ -199,39 +199,39 @@ class CachedModule(nn.Module):
         return tree_map_only(Tensor, torch.clone if self.is_read else _blank, self.answers[self.path])
 
     def __getattr__(self, name: str) -> Any:
-        """Return what the module itself would: a model may ask its patch embedding for the grid."""
+        """Return the attribute of the module itself: a model may ask its patch embedding for the grid."""
         return getattr(vars(self)["module"][0], name)
 
 
 def _blank(values: Tensor) -> Tensor:
-    """Return NaN in the shape of ``values``, in the memory of one number; integers as they are."""
+    """Return NaN in the shape of ``values``, in the memory of one number; integers are returned unchanged."""
     return values.new_full((), nan).expand(values.shape) if values.is_floating_point() else values.clone()
 
 
 class CachedVariants(Generic[K]):
-    """A model and its variants, side by side on the same images.
+    """A model and its variants, run on the same images with a cache of the modules that they share.
 
-    The model runs in full and leaves what its modules answered; a variant recalls the answers of all that finished
-    before the first module in which it differs, and runs in full where no difference is found. That holds for any
-    model, in whatever order and with whatever connections its modules run. What it takes from a model is that its
-    modules can be stood for, and that autograd shows who reads whom; each moment from which variants are to start is
-    tried on one image, and left out where the answer is not the same bit by bit.
+    The model runs in full and caches the outputs of its modules; a variant reads the outputs of those that finished
+    before the first module in which it differs, and runs in full if no difference is found. That works for any model,
+    in whatever order and with whatever connections its modules run, as long as modules can be replaced and autograd
+    records what reads what. Each starting point of variants is tried on one image, and skipped if the output is not
+    bit-equal.
     """
 
     @torch.no_grad()
     def __init__(
         self, model: nn.Module, variants: Mapping[K, nn.Module], probe: Probe, images: Tensor, memory: int
     ) -> None:
-        """``variants`` are copies (``clone``) of ``model`` with modules replaced, all in eval mode; they stay as given.
+        """``variants`` are copies (``clone``) of ``model`` with modules replaced, in eval mode; they are not changed.
 
-        ``images`` are the first batch. ``memory`` (bytes) bounds what is kept of a batch of that size.
+        ``images`` are the first batch. ``memory`` (bytes) bounds the cache for a batch of that size.
         """
         self.model, self.probe = clone(model), probe
         self.kept: dict[str, Any] = {}
         self.variants = {key: clone(variant) for key, variant in variants.items()}
-        self.recalled: dict[K, CutPoint] = {}
+        self.starts_at: dict[K, CutPoint] = {}
         self.is_kept: dict[str, bool] = {}
-        """Modules whose answers are kept: whole, or their shapes alone."""
+        """Modules whose outputs are cached: in full, or only their shapes."""
         sample = images[-1:]
         trial = clone(self.model)
         cuts = self._cuts(sample)
@@ -240,14 +240,14 @@ class CachedVariants(Generic[K]):
             self.model.get_submodule(path).register_forward_hook(partial(self._note, path))
         whole = probe(self.model, sample)
         affordable = self._affordable(cuts.values(), memory // len(images))
-        # the latest first, so that what a cut recalls has not run in the trials before it
+        # the latest first, so that what a cut point reads from the cache has not run in the trials before it
         holding = [cut for cut in reversed(affordable) if self._holds(cut, trial, sample, whole)]
         for key, cut in cuts.items():
             earlier = next((other for other in holding if other.moment <= cut.moment), None)
             if earlier:
-                self.recalled[key] = earlier
-                _put(self.variants[key], self._recalls(self.variants[key], earlier))
-        self._keep(self.recalled.values())
+                self.starts_at[key] = earlier
+                _put(self.variants[key], self._cached(self.variants[key], earlier))
+        self._keep(self.starts_at.values())
         self.kept.clear()
 
     @torch.no_grad()
@@ -261,7 +261,7 @@ class CachedVariants(Generic[K]):
             self.kept.clear()
 
     def _cuts(self, sample: Tensor) -> dict[K, CutPoint]:
-        """Return where each variant starts to differ; nothing for a model that cannot run under autograd."""
+        """Return where each variant starts to differ; empty for a model that cannot run under autograd."""
         before = _members(self.model)  # as it is before it runs, like the variants
         try:
             course = ModuleTimeline(self.model, self.probe, sample)
@@ -276,12 +276,12 @@ class CachedVariants(Generic[K]):
         self.is_kept = {path: path in read for cut in cuts for path in cut.finished}
 
     def _note(self, path: str, module: nn.Module, args: Any, output: Any) -> None:
-        """Keep a copy of an answer, which the model may go on to change in place."""
+        """Cache a copy of an output, which the model may later change in place."""
         if path in self.is_kept:
             self.kept[path] = tree_map_only(Tensor, torch.clone if self.is_kept[path] else _blank, output)
 
     def _affordable(self, cuts: Iterable[CutPoint], memory: int) -> list[CutPoint]:
-        """Return every cut or every second, third, ... one, so that what they keep of an image fits in ``memory``."""
+        """Return every cut point or every second, third, ... one, so that the cache of an image fits in ``memory``."""
         found = sorted({cut.moment: cut for cut in cuts}.values(), key=lambda cut: cut.moment)
         for stride in range(1, len(found) + 1):
             paths = {path for cut in found[::stride] for path in cut.read}
@@ -290,21 +290,21 @@ class CachedVariants(Generic[K]):
         return []
 
     def _holds(self, cut: CutPoint, trial: nn.Module, sample: Tensor, whole: Tensor) -> bool:
-        """Whether the model answers ``whole``, bit by bit, if it recalls what finished before ``cut``.
+        """Whether the model returns ``whole``, bit by bit, if the modules finished before ``cut`` are cached.
 
-        What is recalled must not have run on ``sample`` in ``trial``, or a module that keeps something of its last
-        pass where autograd cannot see it would seem harmless.
+        They must not have run on ``sample`` in ``trial``, or a module that keeps something of its last pass where
+        autograd cannot see it would seem harmless.
         """
         modules = {path: trial.get_submodule(path) for path in cut.finished}
-        _put(trial, self._recalls(trial, cut))
+        _put(trial, self._cached(trial, cut))
         try:
             return torch.equal(self.probe(trial, sample), whole)
-        except Exception:  # whatever a model makes of modules that are not what they seem
+        except Exception:  # a model may do anything with modules that are replaced
             return False
         finally:
             _put(trial, modules)
 
-    def _recalls(self, model: nn.Module, cut: CutPoint) -> dict[str, nn.Module]:
+    def _cached(self, model: nn.Module, cut: CutPoint) -> dict[str, nn.Module]:
         return {
             path: CachedModule(model.get_submodule(path), self.kept, path, path in cut.read) for path in cut.finished
         }
@@ -316,18 +316,18 @@ def _put(model: nn.Module, modules: Mapping[str, nn.Module]) -> None:
 
 
 def _members(model: nn.Module) -> dict[str, Any]:
-    """Return what tells each module from others, by path, also where one module has two paths."""
+    """Return what identifies each module, by path, also if one module has two paths."""
     return {path: _traits(module) for path, module in model.named_modules(remove_duplicate=False)}
 
 
 def _traits(module: nn.Module) -> tuple[Any, ...]:
-    """Return what a copy has the same and another module has not: class, settings, the very tensors, hooks."""
+    """Return what a copy shares with its original: class, settings, the same tensors, hooks."""
     settings = {name: value for name, value in vars(module).items() if isinstance(value, int | float | str)}
     tensors = [id(tensor) for held in (module._parameters, module._buffers) for tensor in held.values()]
     return type(module), settings, tensors, [*module._forward_pre_hooks], [*module._forward_hooks]
 
 
 def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> set[str]:
-    """Return the paths at which a variant is not as the model; for a module that is new, the one it was put in."""
+    """Return the paths at which a variant differs from the model; for a new module, that of the one it was put in."""
     new = {next(place for place in _above(path) if place in before) for path in after.keys() - before.keys()}
     return new | {path for path in before if before[path] != after.get(path)}
