@@ -280,5 +280,5 @@ def test_an_unknown_published_name_gives_near_matches() -> None:
     )
     with refused(text):
         published_plan("paper/deit_base-9")
-    with pytest.raises(PlanError, match="there are 18, such as paper/deit_small-6, "):
+    with pytest.raises(PlanError, match="it has 18, such as paper/deit_small-6, "):
         published_plan("zzz")

@@ -332,7 +332,7 @@ def _spell(size: Iterable[int]) -> str:
 def _macs_saved(
     model: nn.Module, offered: list[Variant], size: tuple[int, int, int], progress: Progress | None
 ) -> tuple[Costs, dict[Variant, int]]:
-    """Return the costs of ``model`` and the MACs that each variant saves; of styles with the same costs one is counted."""
+    """Return the costs of ``model`` and the MACs that each variant saves, equal costs counted once."""
     dense = Costs.of(model, size)
     saved: dict[Variant, int] = {}
     for done, (site, style) in enumerate(offered, 1):
