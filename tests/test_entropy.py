@@ -63,7 +63,7 @@ def test_the_scan_is_equal_to_full_passes_and_recalls_in_every_family(family: Fa
     expected = {s: dense - naive_entropy(without(model, s, removal=family.removal), batches) for s in some}
     assert found == pytest.approx(expected, rel=SAME, abs=SAME * abs(dense))
     scan = scan_of(model, some, batches[0])
-    assert set(scan.recalled) == set(some)
+    assert set(scan.starts_at) == set(some)
 
 
 def test_the_answers_of_a_scan_are_bit_equal_to_those_of_the_pruned_models(model: nn.Module, vit: Family) -> None:
@@ -203,7 +203,7 @@ def test_values_do_not_depend_on_memory_and_what_is_kept_fits_in_it(model: nn.Mo
     next(answers := scan.answers(images))
     held = sum(t.untyped_storage().nbytes() for t in scan.kept.values())
     assert held <= memory + 4 * len(scan.kept)  # one number for each answer that nobody reads
-    assert bool(scan.recalled) == bool(memory)
+    assert bool(scan.starts_at) == bool(memory)
     answers.close()
     assert not scan.kept
 
@@ -255,7 +255,7 @@ def test_values_that_flow_around_the_blocks_are_not_lost(wrapper: Any, is_recall
     expected = {s: dense - naive_entropy(without(model, s), batches) for s in sites}
     assert found == pytest.approx(expected, rel=SAME, abs=SAME * abs(dense))
     scan = scan_of(model, sites, batches[1])
-    assert any("vit.blocks.0" in cut.finished for cut in scan.recalled.values()) == is_recalled
+    assert any("vit.blocks.0" in cut.finished for cut in scan.starts_at.values()) == is_recalled
 
 
 @pytest.mark.parametrize("label", ["vit_tiny_patch16_224", "hf DeiTForImageClassificationWithTeacher"])
@@ -270,7 +270,7 @@ def test_the_feature_has_an_entropy_of_its_own(label: str) -> None:
 def test_a_model_without_a_head_has_no_feature_but_its_answer(vit: Family) -> None:
     tower = named("hf CLIPVisionModel")
     with pytest.raises(
-        ModelError, match=r"linear layers that make the logits, but CLIPVisionModel has none at its end"
+        ModelError, match=r"linear layers that compute the logits, but CLIPVisionModel has none at its end"
     ):
         transfer_entropy(tower.build(), [tower.images(2)], probe="feature")
     model = vit.build()

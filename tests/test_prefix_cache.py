@@ -153,8 +153,8 @@ def test_whatever_is_changed_is_seen_and_what_came_before_is_recalled(tiny: Tiny
     change, finished = CHANGES[name]
     change(variant := clone(tiny))
     scan = CachedVariants(tiny, {name: variant}, Probe(), images_of(2), MEMORY)
-    assert scan.recalled[name].finished >= finished
-    assert bool(scan.recalled[name].finished) == bool(finished)
+    assert scan.starts_at[name].finished >= finished
+    assert bool(scan.starts_at[name].finished) == bool(finished)
     (_, dense), (key, answer) = scan.answers(images_of(4))
     assert key == name
     assert torch.equal(dense, tiny(images_of(4)))
@@ -182,7 +182,7 @@ def test_variants_side_by_side_keep_their_order_and_stay_as_they_were(tiny: Tiny
 @torch.no_grad()
 def test_a_variant_in_which_no_difference_is_found_runs_in_full(tiny: Tiny) -> None:
     scan = CachedVariants(tiny, {"same": clone(tiny)}, Probe(), images_of(2), MEMORY)
-    assert not scan.recalled
+    assert not scan.starts_at
     (_, dense), (_, same) = scan.answers(images_of(2))
     assert torch.equal(dense, same)
 
@@ -197,7 +197,7 @@ def test_a_variant_may_read_what_the_model_does_not(tiny: Tiny) -> None:
     tiny.set_submodule("blocks.1.attention", Zeros())
     put("blocks.1.attention", lambda: nn.Linear(6, 6))(variant := clone(tiny))
     scan = CachedVariants(tiny, {1: variant, 2: clone(variant)}, Probe(), images_of(2), MEMORY)
-    assert "blocks.1.norm" in scan.recalled[1].finished
+    assert "blocks.1.norm" in scan.starts_at[1].finished
     answers = dict(scan.answers(images_of(3)))
     assert torch.equal(answers[1], variant(images_of(3)))
     assert torch.equal(answers[2], answers[1])
@@ -235,7 +235,7 @@ def test_the_feature_is_what_the_heads_are_given(label: str, heads: tuple[str, .
 def test_what_is_refused_says_what_it_is_for(tiny: Tiny, vit: Family) -> None:
     with pytest.raises(DataError, match="the probe of a test is one of logits, feature, not 'tokens'"):
         Probe.of("tokens", tiny, images_of(1), "a test")  # type: ignore[arg-type]
-    with pytest.raises(ModelError, match="probe 'feature' is .* but Scale has none at its end; use probe 'logits'"):
+    with pytest.raises(ModelError, match="probe 'feature' reads .* but Scale has none at its end; use probe 'logits'"):
         Probe.of("feature", Scale(1.0), images_of(1), "a test")
     with pytest.raises(DataError, match="a test needs images, but the batches are empty; was an iterator read"):
         list(checked([], tiny, "a test"))
