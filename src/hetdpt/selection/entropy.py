@@ -77,9 +77,6 @@ def greedy_order(
     kinds: Sequence[Kind | None],
     *,
     removal: Removal = "plain",
-    probe: ProbeName = "logits",
-    signed: bool = False,
-    memory: int = MEMORY,
     progress: Progress | None = None,
 ) -> dict[Site, float]:
     """Return sites in the order of removal, each with the TE of removing it and all before it.
@@ -92,17 +89,17 @@ def greedy_order(
     require_more_than_once(batches, "once for each site")
     images = Peeked(batches, model, PURPOSE)
     pruned = ready_for(images.first, model, removal)
-    looked_at = Probe.of(probe, pruned, images.first, PURPOSE)
+    probe = Probe.of("logits", pruned, images.first, PURPOSE)
     left = [site for site in removable(pruned) if None in kinds or site.kind in kinds]
     require_offered(left, kinds)
     order: dict[Site, float] = {}
     dense = nan
     for step, kind in enumerate(kinds, 1):
         variants = variants_of(pruned, [site for site in left if kind in (None, site.kind)], images)
-        scan = CachedVariants(pruned, variants, looked_at, images.first, memory)
+        scan = CachedVariants(pruned, variants, probe, images.first, MEMORY)
         entropy, without = _entropies(scan, images)
         dense = entropy if step == 1 else dense
-        values = {site: transfer(dense, value, signed) for site, value in without.items()}
+        values = {site: transfer(dense, value) for site, value in without.items()}
         least = min(values, key=values.__getitem__)
         order[least] = values[least]
         left.remove(least)
