@@ -125,7 +125,7 @@ def balanced(config: dict[str, Any]) -> dict[str, Any]:
     ]  # fmt: skip
     return {
         "target": {"macs": config["macs"]}, "candidates": rows, "budget": {"attention": 3, "activation": 5},
-        "why": "with 8 layers less it is the most accurate", "measured_on": "287 training images that were held out",
+        "why": "with 8 layers removed it is the most accurate", "measured_on": "287 training images that were held out",
         "images": 287,
     }  # fmt: skip
 

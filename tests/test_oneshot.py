@@ -24,7 +24,7 @@ from torch import Tensor, nn
 import hetdpt
 from hetdpt.core.errors import DataError, FileError, PlanError
 from hetdpt.flow import oneshot
-from hetdpt.flow.oneshot import OneShot, OneShotStep, oneshot_into, partial_of
+from hetdpt.flow.oneshot import OneShotResult, OneShotStep, oneshot_into, partial_of
 from hetdpt.measurement.agreement import measure_damage, relative_difference
 from hetdpt.results import Ratio
 from hetdpt.selection import goal as goals
@@ -64,7 +64,7 @@ def images(count: int, seed: int = 0) -> list[Tensor]:
 BATCHES, JUDGE = images(24), images(12, seed=1)
 
 
-def shoot(out: Path, dense: nn.Module, config: OneShotConfig, **options: Any) -> OneShot:
+def shoot(out: Path, dense: nn.Module, config: OneShotConfig, **options: Any) -> OneShotResult:
     return oneshot_into(out, dense, BATCHES, JUDGE, config, **options)
 
 

@@ -231,9 +231,9 @@ def test_the_page_shows_what_was_found(full: Path) -> None:
     for words in (
         "1.43× faster", "0.84 points less accurate", "Goal met: 8 layers removed", "95 % interval 1.40 – 1.46",
         "cpu (Intel(R) Xeon(R), 2 threads), float32, batch 8", "360 validation images", "96.02 – 97.82",
-        "lost 3 attention layers and 5 activations of 24 layers that can go", "5 FFNs became one linear layer each",
+        "Removed: 3 attention layers and 5 activations of 24 removable layers", "5 FFNs became one linear layer each",
         "a polynomial through 20 samples, each after brief fine-tuning, measured on 287 training images", "Of degree 2",
-        "The best of 9 splits in 41 % of the draws of samples", "attention-only", "trained for 5 epochs",
+        "The best of 9 splits in 41 % of the bootstrap draws", "attention-only", "fine-tuned for 5 epochs",
         f"hetdpt run --config {full}/config.yaml", "torch 2.13.0", "the samples were measured on few images",
     ):  # fmt: skip
         assert words in text, words
@@ -246,15 +246,15 @@ def test_width_and_tokens_are_shown(tmp_path: Path) -> None:
     for words in (
         "chosen by the method hetdpt, and 31 % of its width.", "Goal met: at most 32M MACs",
         "Tokens are reduced: 8 tokens fewer after each attention",
-        "It was tried with 0, 4 and 8 layers less. What goes is 3 attention layers and 5 activations, since with 8 "
-        "layers less it is the most accurate. Accuracies are of 287 training images that were held out, of which one "
-        "is 0.35 points.",
-        "these parts went: embedding 31 %, hidden 31 %, heads 31 %, head dims 16 %. They were found in 9 trials",
+        "Tried with 0, 4 and 8 layers removed. Chosen: 3 attention layers and 5 activations, since with 8 layers "
+        "removed it is the most accurate. Accuracies are of 287 training images that were held out; one image is "
+        "0.35 points.",
+        "Parts of its sizes removed: embedding 31 %, hidden 31 %, heads 31 %, head dims 16 %, found in 9 trials for",
     ):  # fmt: skip
         assert words in page.text, words
         assert words in markdown, words
-    assert "After the layers and width went, the rest was trained for 5 epochs." in page.text
-    assert "--macs 32000000 --method hetdpt --tokens tome:8 --plus --depths 0,4,8" in page.text
+    assert "After the removal of the layers and width, the model was fine-tuned for 5 epochs." in page.text
+    assert "--macs 32M --method hetdpt --tokens tome:8 --plus --depths 0,4,8" in page.text
     row = "| 3+5 ✓ | 68.00 % | 94.00 % | 1.62× | 31.9 M | 497 k | 30 % | 31 % | 31 % | 16 % |"
     assert row in markdown.splitlines()
     assert "Layers and width" in page.headings
@@ -274,9 +274,9 @@ def test_a_run_that_lost_no_layers_says_so(tmp_path: Path) -> None:
     run = build_run(tmp_path / "demo", **PLUS | {"layers": 0, "tokens": None})
     write_reports(run)
     text, markdown = Page.read(run).text, (run / REPORTS["markdown"]).read_text()
-    assert "lost no layers, but 31 % of its width." in text
+    assert "Removed: no layers, but 31 % of its width." in text
     assert "then an FFN with an activation. No layer was removed." in text
-    assert "After width went, the rest was trained" in text
+    assert "After the removal of width, the model was fine-tuned" in text
     assert "with its turn" not in text
     assert "FFN became" not in text
     assert "- attention of blocks: none" in markdown

@@ -13,7 +13,7 @@ from hetdpt.cli.options import DeviceOptions, ImageOptions, ModelOptions, Output
 from hetdpt.cli.show import print_, print_costs, print_json, print_speed, table
 
 if TYPE_CHECKING:
-    from hetdpt.flow.oneshot import OneShot, OneShotStep
+    from hetdpt.flow.oneshot import OneShotResult, OneShotStep
 
 
 class OneShotOptions(ModelOptions, ImageOptions, DeviceOptions, OverwriteOptions, OutputOptions):
@@ -61,7 +61,7 @@ def _line(step: OneShotStep, is_speedup: bool) -> str:
     return f"{step.number}/{step.wanted:.0f}: {text}"
 
 
-def _print(found: OneShot, out: Path) -> None:
+def _print(found: OneShotResult, out: Path) -> None:
     fits = {(fit.kind, fit.block): fit for fit in found.plan.fits}
     rows = table("removed, in this order", "layer", "path", "style", "R^2", "damage so far")
     for choice in found.choices:

@@ -1,4 +1,4 @@
-"""What ``hetdpt demo`` shows: a 12-block ViT of our own that comes with hetdpt, and the settings of the run on it."""
+"""The run of ``hetdpt demo``: its settings, and the 12-block ViT included in hetdpt that it starts from."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ VIEWS = Augmentation(auto_augment=None, color_jitter=0.0, erasing=0.0, scale=(0.
 
 
 def demo_training() -> RecoverConfig:
-    """Return how the model that comes with hetdpt was trained."""
+    """Return the settings that the included model was trained with."""
     training = TrainConfig(
         epochs=100,
         batch_size=64,
@@ -52,7 +52,7 @@ def demo_training() -> RecoverConfig:
 
 
 def demo_config(out: Path) -> RunConfig:
-    """Return the settings of the demo run: minutes on two cores."""
+    """Return the settings of the demo run, which takes minutes on two cores."""
     light = quick().config.with_settings(
         {"training.batch_size": 64, "augmentation.scale": VIEWS.scale, "augmentation.hflip": VIEWS.hflip}
     )
@@ -73,11 +73,11 @@ def demo_config(out: Path) -> RunConfig:
 def train_model(
     directory: Path, config: RecoverConfig | None = None, *, progress: StageProgress | None = None
 ) -> float:
-    """Train the demo model from nothing, on the CPU, save it to ``directory`` and return its accuracy in percent.
+    """Train the demo model from scratch on the CPU, save it to ``directory`` and return its accuracy in percent.
 
     It has not seen the training images on which a run measures samples of accuracy (``hold_out``), and is the model
     after the last epoch. The settings were found while looking at the validation images, so their accuracy flatters it
-    a little. The same processor and version of torch give the same bits; others add up in another order and so come to
+    a little. The same processor and version of torch give the same bits; others add up in another order, which gives
     other weights, of about the same accuracy.
     """
     config = config or demo_training()

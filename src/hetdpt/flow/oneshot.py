@@ -1,6 +1,6 @@
 """Removal in one shot: choose layers, replace them, merge, measure, save. No labels, no training.
 
-What is chosen so far is kept beside the directory to be written, so that a kill loses one step at most.
+The layers chosen so far are kept beside the directory to be written, so that a kill loses one step at most.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ class OneShotStep:
     number: int
     choice: GreedyChoice
     reached: float
-    """Layers, or by the time of each layer the speedup."""
+    """Layers removed, or the speedup by the time of each layer."""
     wanted: float
 
 
 @dataclass(frozen=True)
-class OneShot:
-    """What a removal in one shot came to."""
+class OneShotResult:
+    """The result of a removal in one shot, as in ``oneshot.json``."""
 
     plan: Plan
     """With how well each replacement fits."""
@@ -64,9 +64,11 @@ class OneShot:
     """Of the saved model, in ``damage_unit``."""
     damage_unit: str
     costs: dict[str, Costs]
+    """Of ``dense`` and ``pruned``."""
     speed: ThroughputComparison
     wanted_speedup: float | None
     images: dict[str, int]
+    """For ``calibration`` and to ``judge`` damage."""
     seconds: float
 
     def to_json(self) -> str:
@@ -74,7 +76,7 @@ class OneShot:
 
 
 def oneshot_into(
-    directory: Path,
+    directory: str | Path,
     model: nn.Module,
     batches: Iterable[Tensor],
     judge: Iterable[Tensor],
@@ -83,36 +85,44 @@ def oneshot_into(
     overwrite: bool = False,
     watch: Callable[[OneShotStep], None] | None = None,
     progress: StageProgress | None = None,
-) -> OneShot:
-    """Choose layers by the damage they do, remove them, and save the faster model to ``directory``; no labels.
+) -> OneShotResult:
+    """Remove the layers of ``model`` that do the least damage, save the faster model to ``directory``; no labels.
 
-    Replacements are fitted on the images of ``batches``, damage is measured on those of ``judge``. Beside the model
-    there are its plan and these numbers, as JSON. Until it is done, what is chosen is in ``partial_of(directory)``;
-    called again after a kill, it goes on from there.
+    Replacements are fitted on the images of ``batches``, damage is measured on those of ``judge``. ``directory`` also
+    has the plan and the result, as JSON. Until it is written, the layers chosen so far are in
+    ``partial_of(directory)``; called again after a kill, it resumes from there. ``watch`` is called with every layer.
+
+    >>> import tempfile, hetdpt
+    >>> model = hetdpt.create("vit_tiny_patch16_224", img_size=32, num_classes=10)
+    >>> images, config = [torch.randn(4, 3, 32, 32)], OneShotConfig(layers=1, kind="attention", removal="plain")
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     found = oneshot_into(f"{folder}/faster", model, images, images, config)
+    ...     len(hetdpt.load(f"{folder}/faster").blocks), len(found.plan.attention)
+    (12, 1)
     """
+    directory = Path(directory)
     require_new(directory, overwrite, RECIPE)
     seen = {"calibration": _ImagesSeen.of(batches, model), "judge": _ImagesSeen.of(judge, model)}
-    job = _OneShotJob(model, batches, judge, config, seen["calibration"].size, watch, progress)
-    run = Run.open(partial_of(directory), _asked_of_job(job, seen))
+    run = Run.open(partial_of(directory), _asked(model, config, seen))
     with run.alone():
-        chosen = _Chosen.of(run, job)
+        removal = _OneShotRemoval(run, model, batches, judge, config, seen["calibration"].size, watch, progress)
         for _ in range(ATTEMPTS):
-            chosen.choose(job)
-            models = {"dense": model, "pruned": merge_(_without(job, chosen.choices))}
-            speed = measure_throughput(models, job.size, seconds=TIMING_SECONDS, progress=job.stage("timing"))
-            if not chosen.wants_more(speed, config):
+            removal.choose()
+            models = {"dense": model, "pruned": merge_(removal.pruned())}
+            timing = removal.part("timing the dense and the pruned model")
+            speed = measure_throughput(models, removal.size, seconds=TIMING_SECONDS, progress=timing)
+            if not removal.wants_more(speed):
                 break
-        record = require_record(models["pruned"])
-        found = OneShot(
-            plan=record.plan,
-            choices=tuple(chosen.choices),
+        found = OneShotResult(
+            plan=require_record(models["pruned"]).plan,
+            choices=tuple(removal.choices),
             damage=measure_damage(model, models["pruned"], judge),
             damage_unit="nats" if Damage.to(model).is_classifier else "relative squared error",
-            costs={name: Costs.of(network, job.size) for name, network in models.items()},
+            costs={name: Costs.of(network, removal.size) for name, network in models.items()},
             speed=speed,
             wanted_speedup=config.speedup,
             images={name: images.count for name, images in seen.items()},
-            seconds=chosen.seconds,
+            seconds=removal.seconds,
         )
         notes = {PLAN_FILE: f"{found.plan.to_json()}\n", ONESHOT_FILE: f"{found.to_json()}\n"}
         save(deepcopy(models["pruned"]).cpu(), directory, overwrite=overwrite, notes=notes)
@@ -121,47 +131,41 @@ def oneshot_into(
 
 
 def partial_of(directory: Path) -> Path:
-    """Return where the choices are kept while ``directory`` is not there yet."""
+    """Return where the choices are kept until ``directory`` is written."""
     return Path(f"{directory}.partial")
 
 
-@dataclass(frozen=True)
-class _OneShotJob:
-    """What ``oneshot_into`` was given."""
+class _OneShotRemoval:
+    """The layers chosen so far; each is written to the run before ``watch`` is called with it."""
 
-    model: nn.Module
-    batches: Iterable[Tensor]
-    judge: Iterable[Tensor]
-    config: OneShotConfig
-    size: InputSize
-    watch: Callable[[OneShotStep], None] | None
-    progress: StageProgress | None
+    def __init__(
+        self,
+        run: Run,
+        model: nn.Module,
+        batches: Iterable[Tensor],
+        judge: Iterable[Tensor],
+        config: OneShotConfig,
+        size: InputSize,
+        watch: Callable[[OneShotStep], None] | None,
+        progress: StageProgress | None,
+    ) -> None:
+        self.run, self.model, self.batches, self.judge, self.config = run, model, batches, judge, config
+        self.size, self.watch, self.progress = size, watch, progress
+        self.begun, self.choices = time.monotonic(), list[GreedyChoice]()
+        if (state := run.checkpoints.latest()) is not None:
+            self.begun -= state["seconds"]
+            self.goal = RemovalTarget.from_dict(state["goal"])
+            self.choices = [GreedyChoice.from_dict(choice) for choice in state["choices"]]
+            return
+        try:
+            self.goal = RemovalTarget.of(model, config, size, self.part("timing layers"))
+        except PlanError:  # out of reach, so nothing is begun
+            run.discard()
+            raise
 
-    def stage(self, name: str) -> Callable[[int, int], None] | None:
-        return partial(self.progress, name) if self.progress else None
-
-
-class _Chosen:
-    """The layers chosen so far; each is written to the run before anyone hears of it."""
-
-    def __init__(self, run: Run, goal: RemovalTarget, choices: list[GreedyChoice], seconds: float) -> None:
-        self.run, self.goal, self.choices = run, goal, choices
-        self.begun = time.monotonic() - seconds
-
-    @classmethod
-    def of(cls, run: Run, job: _OneShotJob) -> _Chosen:
-        """Return what an earlier process left in ``run``, or begin."""
-        state = run.checkpoints.latest()
-        if state is None:
-            begun = time.monotonic()
-            try:
-                goal = RemovalTarget.of(job.model, job.config, job.size, job.stage("timing layers"))
-            except PlanError:  # out of reach, so nothing is begun
-                run.discard()
-                raise
-            return cls(run, goal, [], time.monotonic() - begun)
-        choices = [GreedyChoice.from_dict(choice) for choice in state["choices"]]
-        return cls(run, RemovalTarget.from_dict(state["goal"]), choices, state["seconds"])
+    def part(self, text: str) -> Callable[[int, int], None] | None:
+        """Return the function that reports the progress of one part of the work."""
+        return partial(self.progress, text) if self.progress else None
 
     @property
     def seconds(self) -> float:
@@ -171,28 +175,36 @@ class _Chosen:
     def gained(self) -> float:
         return sum(choice.gain for choice in self.choices)
 
-    def choose(self, job: _OneShotJob) -> None:
-        """Go on until the goal is reached."""
+    def choose(self) -> None:
+        """Choose layers until the goal is reached."""
         self._keep()
         for choice in choose(
-            job.model,
-            job.batches,
+            self.model,
+            self.batches,
             self.goal.gains,
             self.goal.target,
-            judge=job.judge,
-            removal=job.config.removal,
+            judge=self.judge,
+            removal=self.config.removal,
             chosen=tuple(self.choices),
-            progress=job.stage("choosing"),
+            progress=self.part("choosing layers"),
         ):
             self.choices.append(choice)
             self._keep()
-            if job.watch:
-                wanted = job.config.speedup or self.goal.target
-                job.watch(OneShotStep(len(self.choices), choice, self.goal.reached(self.gained), wanted))
+            if self.watch:
+                wanted = self.config.speedup or self.goal.target
+                self.watch(OneShotStep(len(self.choices), choice, self.goal.reached(self.gained), wanted))
 
-    def wants_more(self, speed: ThroughputComparison, config: OneShotConfig) -> bool:
-        """Raise the goal by the time that is missing to the speedup asked for; return whether that can be."""
-        goal = self.goal.raised(self.gained, speed.speedup["pruned"].value, config.speedup or 0.0)
+    def pruned(self) -> nn.Module:
+        """Return a copy of the model without the chosen layers; replacements are fitted in the order of the layers."""
+        attention, activation = (tuple(c.site.block for c in self.choices if c.site.kind == kind) for kind in KINDS)
+        plan, model = Plan(attention, activation, self.config.removal), clone(self.model)
+        if not self.config.is_fitted:
+            return prune_(model, plan, self.size)
+        return calibrate_(model, plan, self.batches, progress=self.part("calibrating"))
+
+    def wants_more(self, speed: ThroughputComparison) -> bool:
+        """Raise the goal by the time that is missing to the wanted speedup; return whether that is possible."""
+        goal = self.goal.raised(self.gained, speed.speedup["pruned"].value, self.config.speedup or 0.0)
         self.goal = goal or self.goal
         return goal is not None
 
@@ -201,19 +213,9 @@ class _Chosen:
         self.run.checkpoints.keep({"goal": self.goal.to_dict(), "choices": choices, "seconds": self.seconds})
 
 
-def _without(job: _OneShotJob, choices: list[GreedyChoice]) -> nn.Module:
-    """Return a copy of the model without the layers chosen, replacements fitted in order on what is before them."""
-    attention, activation = (tuple(c.site.block for c in choices if c.site.kind == kind) for kind in KINDS)
-    plan, config = Plan(attention, activation, job.config.removal), job.config
-    if not config.is_fitted:
-        return prune_(clone(job.model), plan, job.size)
-    progress = job.stage("calibrating")
-    return calibrate_(clone(job.model), plan, job.batches, progress=progress)
-
-
 @dataclass(frozen=True)
 class _ImagesSeen:
-    """Which images there are."""
+    """What identifies the images of some batches."""
 
     count: int
     size: InputSize
@@ -232,13 +234,13 @@ class _ImagesSeen:
         return f"{self.count} with checksum {self.checksum[:8]}"
 
 
-def _asked_of_job(job: _OneShotJob, seen: dict[str, _ImagesSeen]) -> dict[str, Any]:
-    """Return all that decides the outcome, as plain JSON."""
-    weight = next(job.model.parameters())
+def _asked(model: nn.Module, config: OneShotConfig, seen: dict[str, _ImagesSeen]) -> dict[str, Any]:
+    """Return all that decides the result, as plain JSON."""
+    weight = next(model.parameters())
     return {
-        "model": digest(job.model),
+        "model": digest(model),
         **{f"{name} images": str(images) for name, images in seen.items()},
         "device": str(weight.device),
         "dtype": str(weight.dtype).removeprefix("torch."),
-        **asdict(job.config),
+        **asdict(config),
     }

@@ -1,11 +1,10 @@
-"""The commands that made a run, and those that use what it made. No torch here."""
+"""The commands that repeat a run, and those that use its model. No torch here."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
 from shlex import join, quote
-from typing import Any
 
 from hetdpt.core.goals import GOALS
 from hetdpt.core.plan import Budget
@@ -24,12 +23,12 @@ class Command:
 
 
 def commands(record: RunRecord) -> list[Command]:
-    """Return how the run was done, in several ways, and how its model is loaded."""
+    """Return commands that repeat the run, and that load its model."""
     config = record.directory / CONFIG
     found = [
         Command("The same run, with every setting, from the command line", f"hetdpt run --config {quote(str(config))}"),
         Command("The same in Python", f"import hetdpt\n\nhetdpt.run(hetdpt.RunConfig.resolve(file={str(config)!r}))"),
-        Command(f"In short; all else is as the recipe has it, or as {CONFIG} says", join(_words(record))),
+        Command(f"In short; all other settings are those of the recipe, or of {CONFIG}", join(_words(record))),
     ]
     if (saved := record.results.save) is not None:
         model = record.directory / saved.model
@@ -53,13 +52,12 @@ def _words(record: RunRecord) -> list[str]:
     words = ["hetdpt", "run", record.model, "--data", record.data]
     for name in SHORT:
         if config.get(name) is not None:
-            words += [f"--{name.replace('_', '-')}", _spell(config[name])]
+            words += [
+                f"--{name.replace('_', '-')}",
+                GOALS[name].format(config[name]) if name in GOALS else str(config[name]),
+            ]
     words += [f"--{name}" for name in YES if config.get(name)]
     for name in LISTS:
         if config.get(name):
             words += [f"--{name}", ",".join(map(str, config[name]))]
     return [*words, "--out", str(record.directory)]
-
-
-def _spell(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)

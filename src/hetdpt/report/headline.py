@@ -1,8 +1,8 @@
-"""What a run came to, in a few sentences and large numbers. No torch here."""
+"""The outcome of a run in a few sentences and large numbers. No torch here."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from hetdpt.core.format import (
     amount,
@@ -11,6 +11,7 @@ from hetdpt.core.format import (
     fewer_tokens,
     interval,
     layers,
+    listed,
     milliseconds,
     percent,
     split_text,
@@ -46,7 +47,7 @@ class Tile:
 
 
 def title(record: RunRecord) -> str:
-    """Return what the run came to, in a sentence without its point."""
+    """Return the outcome of the run, in a sentence without its full stop."""
     measured = record.results.measure
     if not record.is_finished:
         return f"Not finished: next stage is {record.next_stage}"
@@ -68,7 +69,7 @@ def _loss(measured: MeasureResult) -> str:
 
 
 def difference(measured: MeasureResult) -> str:
-    """Return what the change of accuracy is in images, so that nobody takes it for more."""
+    """Return the change of accuracy in images, which shows how coarse it is."""
     count = measured.pruned.accuracy.count
     points = measured.pruned.accuracy.top1 - measured.dense.accuracy.top1
     images = round(abs(points) * count / 100)
@@ -77,13 +78,13 @@ def difference(measured: MeasureResult) -> str:
 
 
 def doubt(measured: MeasureResult) -> str:
-    """Return why the breakdown is not to be relied on; empty where it is as long as a batch."""
+    """Return why the breakdown is in doubt; empty if it adds up to about the time of a batch."""
     for side, whole in (("dense", measured.dense.ms), ("pruned", measured.pruned.ms)):
         total = sum(measured.breakdown.get(side, {}).values())
         if not whole / FAR < total < whole * FAR:
             return (
-                f"layer by layer a batch of the {side} model took {milliseconds(total)}, but {milliseconds(whole)} "
-                "as a whole; was the machine busy with something else?"
+                f"the layers of the {side} model took {milliseconds(total)} for a batch, but the whole model "
+                f"{milliseconds(whole)}; was the machine busy with something else?"
             )
     return ""
 
@@ -91,25 +92,25 @@ def doubt(measured: MeasureResult) -> str:
 def lead(record: RunRecord) -> str:
     """Return what was done, in a sentence or two."""
     results = record.results
-    text = f"The model {record.model} on the data {record.data}"
+    text = f"The model is {record.model}, the data {record.data}."
     if results.select is None:
-        return f"{text}."
-    text = f"{text} lost {_gone(results.select, results.analyse, results.narrow)}."
+        return text
+    text = f"{text} Removed: {_removed(results.select, results.analyse, results.narrow)}."
     return f"{text} {reduced(results.reduce.tokens)}" if results.reduce else text
 
 
-def _gone(chosen: SelectResult, analysis: AnalyseResult | None, narrowing: NarrowResult | None) -> str:
-    """Return which layers and how much width went."""
+def _removed(chosen: SelectResult, analysis: AnalyseResult | None, narrowing: NarrowResult | None) -> str:
+    """Return how many layers and how much width were removed."""
     budget = chosen.plan.budget
-    gone, lost = layers(budget.attention, budget.activation), width(narrowing.ratios) if narrowing else ""
+    removed, narrower = layers(budget.attention, budget.activation), width(narrowing.ratios) if narrowing else ""
     if not len(chosen.plan):
-        return f"{gone}, but {lost}" if lost else gone
-    of = f" of {len(analysis.sites)} layers that can go" if analysis else ""
-    return f"{gone}{of}, chosen by the method {chosen.method}{f', and {lost}' if lost else ''}"
+        return f"{removed}, but {narrower}" if narrower else removed
+    of = f" of {len(analysis.sites)} removable layers" if analysis else ""
+    return f"{removed}{of}, chosen by the method {chosen.method}{f', and {narrower}' if narrower else ''}"
 
 
 def tiles(record: RunRecord) -> list[Tile]:
-    """Return the large numbers, as far as they are known."""
+    """Return the large numbers that are known so far."""
     measured, analysis = record.results.measure, record.results.analyse
     if measured is None:
         return [_dense_tile(analysis)] if analysis else []
@@ -139,7 +140,7 @@ def goal_line(goal: GoalResult) -> str:
 
 
 def merged(found: MergeResult) -> str:
-    """Return what became of the FFNs whose activation went.
+    """Return how many FFNs were merged.
 
     >>> merged(MergeResult(0, 0.0)), merged(MergeResult(1, 0.0)), merged(MergeResult(5, 0.0))
     ('No FFN became one linear layer.', '1 FFN became one linear layer.', '5 FFNs became one linear layer each.')
@@ -149,39 +150,38 @@ def merged(found: MergeResult) -> str:
 
 
 def trained(record: RunRecord) -> str:
-    """Return how long the fine-tuning was; empty where there is none yet."""
+    """Return how long the fine-tuning was; empty if it is not done yet."""
     chosen, recovery = record.results.select, record.results.recover
     if recovery is None:
         return ""
-    gone = ["the layers"] if chosen is None or len(chosen.plan) else []
-    gone += ["width"] if record.results.narrow else []
-    return f"After {' and '.join(gone)} went, the rest was trained for {counted(len(recovery.epochs) - 1, 'epoch')}."
+    removed = ["the layers"] if chosen is None or len(chosen.plan) else []
+    removed += ["width"] if record.results.narrow else []
+    epochs = counted(len(recovery.epochs) - 1, "epoch")
+    return f"After the removal of {' and '.join(removed)}, the model was fine-tuned for {epochs}."
 
 
 def balanced(found: BalanceResult) -> str:
-    """Return how it was found how many layers go before width does, and why so many."""
-    *others, last = (str(one.layers) for one in found.candidates)
-    tried = f"{', '.join(others)} and {last}" if others else last
-    taken = layers(found.budget.attention, found.budget.activation)
+    """Return which numbers of layers were tried before width, and why one was chosen."""
+    tried, chosen = listed(one.layers for one in found.candidates), layers(*asdict(found.budget).values())
     return (
-        f"What layers leave of the goal, {describe(found.target)}, is for width to meet. It was tried with {tried} "
-        f"layers less. What goes is {taken}, since {found.why}. Accuracies are of {found.measured_on}, of which one is "
+        f"Width meets the rest of the goal, {describe(found.target)}. Tried with {tried} layers removed. Chosen: "
+        f"{chosen}, since {found.why}. Accuracies are of {found.measured_on}; one image is "
         f"{100 / found.images:.2f} points."
     )
 
 
 def reduced(found: Tokens) -> str:
-    """Return how many tokens go."""
+    """Return how tokens are reduced."""
     return f"Tokens are reduced: {fewer_tokens(found)}."
 
 
 def narrowed(found: NarrowResult) -> str:
-    """Return which part of each size went, and what is left."""
+    """Return which part of each size was removed, and what is left."""
     left = f"{amount(found.macs)} MACs and {amount(found.params)} parameters"
     speed = f", {times(found.speedup)} faster than the dense model" if found.speedup is not None else ""
     return (
-        f"Of its sizes these parts went: {widths(found.ratios)}. They were found in "
-        f"{counted(found.tried, 'trial')}, for {describe(found.target)}; merged, it has {left}{speed}."
+        f"Parts of its sizes removed: {widths(found.ratios)}, found in {counted(found.tried, 'trial')} for "
+        f"{describe(found.target)}; merged, the model has {left}{speed}."
     )
 
 
@@ -191,14 +191,14 @@ def confidence(record: RunRecord) -> list[str]:
     if found is None:
         return []
     chosen, tied = found.chosen, found.tied
-    said = [f"{layers(found.budget.attention, found.budget.activation)} go."]
+    said = [f"{layers(found.budget.attention, found.budget.activation)} to remove."]
     if chosen is not None:
         said.append(
-            f"Predicted {percent(chosen.accuracy)} after a brief fine-tuning, as samples are, 95 % interval "
+            f"Predicted {percent(chosen.accuracy)} after a brief fine-tuning like that of the samples, 95 % interval "
             f"{interval(chosen.low, chosen.high)}."
         )
     splits = counted(len(found.table), "split")
-    said.append(f"The best of {splits} in {percent(100 * found.share, 0)} of the draws of samples.")
+    said.append(f"The best of {splits} in {percent(100 * found.share, 0)} of the bootstrap draws.")
     if tied:
         names = ", ".join(split_text(row.budget) for row in tied[:NAMED])
         more = f" and {len(tied) - NAMED} more" if len(tied) > NAMED else ""
