@@ -21,7 +21,7 @@ import hetdpt
 from hetdpt.cli.options import read_numbers, read_settings
 from hetdpt.export.saved import open_model
 from hetdpt.flow.stages.events import Event
-from hetdpt.measurement.machine import Machine
+from hetdpt.measurement.machine import machine_of
 from hetdpt.results import RunSummary
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -88,7 +88,7 @@ def main() -> None:
     first, device = next(iter(found.values())), next(models["dense"].parameters()).device
     values = {
         "command": shlex.join(["python", *sys.argv]),
-        **asdict(Machine.of(device)),
+        **asdict(machine_of(device)),
         "dtype": first.dtype,
         "batch": first.batch,
         "dense": {"accuracy": first.dense_accuracy, "macs": first.dense_macs, "params": first.dense_params},

@@ -86,7 +86,7 @@ class Recorder:
         from torch import device
 
         from hetdpt.export.saved import versions
-        from hetdpt.measurement.machine import Machine
+        from hetdpt.measurement.machine import machine_of
 
         self.file, self.redo, self.added = file, redo, list[Key]()
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -95,7 +95,7 @@ class Recorder:
         self.session = {
             "command": shlex.join(["python", named, *sys.argv[1:]]),
             "date": date.today().isoformat(),
-            **asdict(Machine.of(device("cpu"))),
+            **asdict(machine_of(device("cpu"))),
             "dtype": dtype,
             "commit": _commit(),
             "versions": versions(),

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import test_cli
 import yaml
-from run_directories import STAGES, USUAL, write_flow
+from run_directories import STAGES, USUAL, compared, write_flow
 from test_cli import Run
 
 from hetdpt.store.lock import alone
@@ -91,7 +91,7 @@ RESULTS: dict[str, dict[str, Any]] = {
         "batch": 8,
     },
     "save": {"model": "model", "exports": {"model.onnx": 1e-6}, "bytes": 123},
-    "compare": {"rows": [{"method": "random", "accuracy": 95.0}], "images": 360},
+    "compare": {"rows": [{**compared("random"), "accuracy": 95.0}], "images": 360},
     "report": {},
 }
 WORDS = {

@@ -158,6 +158,17 @@ def _price(values: Any) -> Price:
 
 
 @dataclass(frozen=True)
+class Machine:
+    """A device and its name, that something was measured on."""
+
+    device: str
+    """cpu, cuda or mps."""
+    processor: str
+    threads: int
+    """Threads of torch on a CPU."""
+
+
+@dataclass(frozen=True)
 class Scores:
     """The accuracy of a model on some images, in percent."""
 
@@ -227,13 +238,10 @@ class Split:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AnalyseResult:
+class AnalyseResult(Machine):
     """The dense model, and the machine it was measured on."""
 
     model: str
-    device: str
-    processor: str
-    threads: int
     dtype: str
     blocks: int
     input_size: tuple[int, int, int]
@@ -500,15 +508,12 @@ class ModelFigures:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MeasureResult:
+class MeasureResult(Machine):
     """The dense and the pruned model, timed in turns on one machine."""
 
     dense: ModelFigures
     pruned: ModelFigures
     speedup: Ratio
-    device: str
-    processor: str
-    threads: int
     dtype: str
     batch: int
     breakdown: dict[str, dict[str, float]] = field(default_factory=dict)
@@ -536,29 +541,58 @@ class SaveResult:
         return ", ".join((self.model, *self.exports))
 
 
-@dataclass(frozen=True, kw_only=True)
-class MethodRow:
-    """Another method with as many layers and the same fine-tuning."""
+@dataclass(frozen=True)
+class PlanSpeed:
+    """The speed and the costs of a merged model."""
 
-    method: str
-    accuracy: float
-    plan: Plan | None = None
-    start: float | None = None
-    """The accuracy before fine-tuning."""
-    params: int | None = None
-    macs: int | None = None
+    speedup: float
+    """Over the dense model, of interleaved runs."""
+    low: float
+    """Lower end of its 95 % interval over rounds."""
+    high: float
+    macs: int
+    """Of one image."""
+    params: int
     ms: float | None = None
-    speedup: float | None = None
-    low: float | None = None
-    high: float | None = None
-    note: str = ""
+    """Milliseconds of one batch, timed in turns with the others."""
+
+
+@dataclass(frozen=True)
+class ComparisonRow:
+    """The result of one method, for one number of layers and one seed."""
+
+    layers: int
+    method: str
+    seed: int
+    plan: Plan
+    start: float
+    """Accuracy in percent before the fine-tuning."""
+    accuracy: float
+    """The same of the merged model after its last epoch."""
+    seconds: float
+    """Of the choice, since the last restart; sampling accuracy for its split is not included."""
+    speed: PlanSpeed
+
+    @property
+    def split(self) -> str:
+        """As attention+activation.
+
+        >>> speed = PlanSpeed(1.2, 1.1, 1.3, 10, 10)
+        >>> ComparisonRow(3, "hetdpt", 0, Plan(attention=(1,), activation=(0, 2)), 70.0, 75.0, 1.5, speed).split
+        '1+2'
+        """
+        return _split(self.plan)
+
+
+def _split(plan: Plan) -> str:
+    return f"{plan.budget.attention}+{plan.budget.activation}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class CompareResult:
     """The other methods that were asked for."""
 
-    rows: tuple[MethodRow, ...]
+    rows: tuple[ComparisonRow, ...]
     images: int
     measured: str = ""
     """On which device, in which dtype and batch."""
@@ -682,53 +716,6 @@ class RunSummary:
 Removal = str | tuple[str, str]
 """A name from ``plan.REMOVALS`` or (attention style, activation style)."""
 DERIVED = ("splits", "accuracy", "spread")  # of a summary, in JSON for those who read it
-
-
-@dataclass(frozen=True)
-class PlanSpeed:
-    """The speed and the costs of a merged model."""
-
-    speedup: float
-    """Over the dense model, of interleaved runs."""
-    low: float
-    """Lower end of its 95 % interval over rounds."""
-    high: float
-    macs: int
-    """Of one image."""
-    params: int
-    ms: float | None = None
-    """Milliseconds of one batch, timed in turns with the others."""
-
-
-@dataclass(frozen=True)
-class ComparisonRow:
-    """The result of one method, for one number of layers and one seed."""
-
-    layers: int
-    method: str
-    seed: int
-    plan: Plan
-    start: float
-    """Accuracy in percent before the fine-tuning."""
-    accuracy: float
-    """The same of the merged model after its last epoch."""
-    seconds: float
-    """Of the choice, since the last restart; sampling accuracy for its split is not included."""
-    speed: PlanSpeed
-
-    @property
-    def split(self) -> str:
-        """As attention+activation.
-
-        >>> speed = PlanSpeed(1.2, 1.1, 1.3, 10, 10)
-        >>> ComparisonRow(3, "hetdpt", 0, Plan(attention=(1,), activation=(0, 2)), 70.0, 75.0, 1.5, speed).split
-        '1+2'
-        """
-        return _split(self.plan)
-
-
-def _split(plan: Plan) -> str:
-    return f"{plan.budget.attention}+{plan.budget.activation}"
 
 
 @dataclass(frozen=True)

@@ -162,7 +162,8 @@ def _table(found: RunSummary, record: RunRecord) -> Any:
     models.append((found.method, found.pruned_accuracy, found.params, found.macs, found.ms, found.speedup))
     compared = record.results.compare
     for row in compared.rows if compared else ():
-        models.append((row.method, row.accuracy, row.params, row.macs, row.ms, row.speedup))
+        speed = row.speed
+        models.append((row.method, row.accuracy, speed.params, speed.macs, speed.ms, speed.speedup))
     for name, accuracy, params, macs, ms, speedup in models:
         rows.add_row(name, percent(accuracy), amount(params), amount(macs), milliseconds(ms), times(speedup))
     return rows

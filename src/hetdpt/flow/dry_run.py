@@ -19,18 +19,16 @@ from hetdpt.flow.config import RunConfig
 from hetdpt.flow.pipeline import stages_of
 from hetdpt.flow.stages.stage import StageEstimate
 from hetdpt.flow.stages.timing import StageProgress, Trials
-from hetdpt.measurement.machine import Machine
+from hetdpt.measurement.machine import machine_of
+from hetdpt.results import Machine
 from hetdpt.training.processes import start
 
 
 @dataclass(frozen=True, kw_only=True)
-class Estimate:
+class Estimate(Machine):
     """What a run will do, and what that takes on this machine."""
 
     stages: tuple[StageEstimate, ...]
-    device: str
-    processor: str
-    threads: int
     memory: int
     """Bytes in use at most while steps were tried."""
     memory_of: str
@@ -92,7 +90,7 @@ def estimate(
     stages = (replace(stage.estimate(trials), is_done=stage.name in done) for stage in stages_of(config))
     return Estimate(
         stages=tuple(stages),
-        **asdict(Machine.of(device)),
+        **asdict(machine_of(device)),
         **_memory(device),
         layers=trials.layers,
         is_guess=trials.is_guess,

@@ -432,19 +432,19 @@ def methods(record: RunRecord) -> PageFigure:
     """Return accuracy by measured speedup of the compared methods and of the dense model."""
     measured = record.results.measure
     assert measured is not None
-    rows = [(row, row.speedup) for row in compared(record) if row.speedup is not None]
+    rows = compared(record)
     dense = measured.dense.accuracy
 
     def draw(chart: Chart) -> None:
-        chart.fit([1.0, *(speedup for _, speedup in rows)], [dense.top1, *(row.accuracy for row, _ in rows)])
+        chart.fit([1.0, *(row.speed.speedup for row in rows)], [dense.top1, *(row.accuracy for row in rows)])
         _speeds(chart)
         chart.plot([1.0], [dense.top1], DENSE, "dense", [f"dense\n{percent(dense.top1)} of {dense.count:,} images"])
-        for row, _ in rows:
+        for row in rows:
             chart.sign(row.method, method_look(row.method), row.method)
-        for row, speedup in reversed(rows):  # the method of the run is on top
-            lines = [row.method, percent(row.accuracy), f"speedup {times(speedup)}"]
-            lines += [f"95 % interval {interval(row.low, row.high)}"] if row.low is not None else []
-            at, ends = (speedup, row.accuracy), (row.low, row.high)
+        for row in reversed(rows):  # the method of the run is on top
+            at, ends = (row.speed.speedup, row.accuracy), (row.speed.low, row.speed.high)
+            lines = [row.method, percent(row.accuracy), f"speedup {times(row.speed.speedup)}"]
+            lines.append(f"95 % interval {interval(*ends)}")
             _draw_measured(chart, at, method_look(row.method), "\n".join(lines), row.method, ends, None)
 
     return page_figure(PageChart(draw, "accuracy by measured speedup, a point for each method", _height))

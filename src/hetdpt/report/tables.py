@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import nan
 
 from hetdpt.core.format import (
     NONE,
@@ -23,7 +24,7 @@ from hetdpt.core.format import (
 )  # fmt: skip
 from hetdpt.core.goals import describe
 from hetdpt.report.run import RunRecord
-from hetdpt.results import BalanceResult, MeasureResult, MethodRow
+from hetdpt.results import BalanceResult, ComparisonRow, MeasureResult, PlanSpeed
 
 
 @dataclass(frozen=True)
@@ -60,44 +61,42 @@ def before_and_after(measured: MeasureResult) -> Table:
     return Table("dense and pruned model", ("", "dense", "pruned", "change"), rows, is_small=True)
 
 
-def compared(record: RunRecord) -> list[MethodRow]:
-    """Return the other methods of the run, its own before them."""
-    measured, comparison = record.results.measure, record.results.compare
-    if measured is None or comparison is None:
+def compared(record: RunRecord) -> list[ComparisonRow]:
+    """Return the methods that were compared, that of the run first."""
+    measured, comparison, selected = record.results.measure, record.results.compare, record.results.select
+    if measured is None or comparison is None or selected is None:
         return []
     pruned, speed, recovery = measured.pruned, measured.speedup, record.results.recover
-    own = MethodRow(
+    own = ComparisonRow(
+        layers=len(selected.plan),
         method=record.method,
+        seed=0,
+        plan=selected.plan,
+        start=recovery.start if recovery else nan,
         accuracy=pruned.accuracy.top1,
-        plan=record.results.select.plan if record.results.select else None,
-        start=recovery.epochs[0].last if recovery and recovery.epochs else None,
-        params=pruned.params,
-        macs=pruned.macs,
-        ms=pruned.ms,
-        speedup=speed.value,
-        low=speed.low,
-        high=speed.high,
-        note="this run, with fewer tokens" if record.results.reduce else "this run",
+        seconds=0.0,
+        speed=PlanSpeed(speed.value, speed.low, speed.high, pruned.macs, pruned.params, pruned.ms),
     )
     return [own, *comparison.rows]
 
 
 def comparison_table(record: RunRecord) -> Table:
     """Return the methods, one in a row."""
+    own = "this run, with fewer tokens" if record.results.reduce else "this run"
     columns = ("method", "split", "untrained", "accuracy", "speedup", "95 % interval", "MACs", "params", "")
     rows = [
         (
             row.method,
-            split_text(row.plan.budget) if row.plan else NONE,
+            row.split,
             percent(row.start),
             percent(row.accuracy),
-            times(row.speedup),
-            interval(row.low, row.high),
-            amount(row.macs),
-            amount(row.params),
-            row.note,
+            times(row.speed.speedup),
+            interval(row.speed.low, row.speed.high),
+            amount(row.speed.macs),
+            amount(row.speed.params),
+            "" if number else own,
         )
-        for row in compared(record)
+        for number, row in enumerate(compared(record))
     ]
     return Table("methods compared", columns, rows, words=(8,), strong=0)
 

@@ -23,7 +23,7 @@ from hetdpt.flow.config import RunConfig
 from hetdpt.flow.stages.stage import DATA, MODEL, SAMPLES, RunContext, Stage, StageEstimate
 from hetdpt.measurement.accuracy import evaluate
 from hetdpt.measurement.costs import Costs
-from hetdpt.measurement.machine import Machine
+from hetdpt.measurement.machine import machine_of
 from hetdpt.reduce.tokens.reduce import reduce_tokens_
 from hetdpt.reduce.width.narrow import narrow_to
 from hetdpt.reduce.width.search import MOST
@@ -74,7 +74,7 @@ class AnalyseStage(Stage[AnalyseResult]):
         _require_reach(config, prices)
         return AnalyseResult(
             model=config.model,
-            **asdict(Machine.of(weight.device)),
+            **asdict(machine_of(weight.device)),
             dtype=str(weight.dtype).removeprefix("torch."),
             blocks=survey.anatomy.blocks,
             input_size=survey.input_size,

@@ -19,14 +19,13 @@ from hetdpt.flow.stages.stage import DATA, EVERY_STAGE, MODEL, RunContext, Stage
 from hetdpt.flow.stages.summary import summarise
 from hetdpt.measurement.accuracy import evaluate
 from hetdpt.measurement.costs import Costs
-from hetdpt.measurement.machine import Machine
+from hetdpt.measurement.machine import machine_of
 from hetdpt.measurement.speed import latency_breakdown, measure_throughput
 from hetdpt.report.write import write_reports
 from hetdpt.results import (
     AnalyseResult,
     CompareResult,
     MeasureResult,
-    MethodRow,
     ModelFigures,
     ReportResult,
     SaveResult,
@@ -76,7 +75,7 @@ class MeasureStage(Stage[MeasureResult]):
             dense=figures["dense"],
             pruned=figures["pruned"],
             speedup=speed.speedup["pruned"],
-            **asdict(Machine.of(context.device)),
+            **asdict(machine_of(context.device)),
             dtype=rate.dtype,
             batch=rate.batch,
             breakdown={name: {kind: ms.value for kind, ms in kinds.items()} for name, kinds in spent.items()},
@@ -150,18 +149,8 @@ class CompareStage(Stage[CompareResult]):
             if isinstance(done.result, Trained) and isinstance(done.subject, Cell):
                 context.note(f"{done.subject.method}: {done.result.accuracy:.2f} %")
         found = read_comparison(context.directory)
-        rows = tuple(
-            MethodRow(
-                method=row.method,
-                plan=row.plan,
-                start=row.start,
-                accuracy=row.accuracy,
-                **{name: getattr(row.speed, name) for name in ("params", "macs", "ms", "speedup", "low", "high")},
-            )
-            for row in found.rows
-        )
         warnings = (*left_out, *(text for text in found.warnings if text != GIVEN))  # ours are of images held out
-        return CompareResult(rows=rows, images=found.dense.images, measured=found.measured, warnings=warnings)
+        return CompareResult(rows=found.rows, images=found.dense.images, measured=found.measured, warnings=warnings)
 
     def estimate(self, trials: Trials) -> StageEstimate:
         methods = [method_called(name) for name in trials.config.compare]
