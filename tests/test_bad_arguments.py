@@ -18,7 +18,7 @@ import hetdpt
 from hetdpt.cli import app
 
 run = test_cli.run  # the fixture
-WRONG = {"integer": ("x", "-7", "1.5", ""), "float": ("x", "nan", "-1", "")}
+WRONG = {"integer": ("x", "-7", "1.5", ""), "number": ("x", "nan", "-1", "")}
 WRONG_TEXTS = ("", "no such thing", "\u2028[{")
 UNUSED = {"--data-root", "--revision", "--message"}  # with these data and models any text will do
 TASK = ("--epochs", "1", "--batch-size", "8", "--workers", "0")

@@ -581,4 +581,4 @@ def test_the_installed_command_says_one_sentence_and_no_traceback(tmp_path: Path
 def test_an_option_out_of_range_is_refused_with_a_hint(run: Run) -> None:
     result = run("inspect", VIT, "--num-classes", 0)
     assert result.code == 2
-    assert result.err.startswith("error: invalid value for '--num-classes': 0 is less than 1; hetdpt inspect --help ")
+    assert result.err.startswith("error: --num-classes: expected at least 1, got 0; hetdpt inspect --help ")

@@ -25,7 +25,7 @@ from torch import nn
 
 import hetdpt
 from hetdpt.adapters.preprocessing import preprocessing_of
-from hetdpt.cli.tasks import _config
+from hetdpt.cli.tasks import LearnOptions
 from hetdpt.core.errors import DataError, FileError, TrainError
 from hetdpt.data.batches import OrderedBatches, RandomBatches
 from hetdpt.data.views import Loading, Share
@@ -463,9 +463,10 @@ def test_detection_divides_the_rate_by_ten_for_the_last_epoch_of_however_many() 
     paper = LearnConfig.of("detection")
     for epochs, expected in ((1, 1), (2, 1), (12, 11), (50, 49)):
         assert paper.with_settings({"training.epochs": epochs}).training.decay_epochs == expected
-        config = _config("detection", None, {"training.epochs": epochs}, ["training.weight_decay=0.1"])
+        options = {"model": "demo", "data": "shapes", "out": Path("run"), "epochs": epochs}
+        config = LearnOptions(**options, changes=["training.weight_decay=0.1"]).config("detection")
         assert config.training.decay_epochs == expected
-    given = _config("detection", None, {"training.epochs": 50}, ["training.decay_epochs=40"])
+    given = LearnOptions(**{**options, "epochs": 50}, changes=["training.decay_epochs=40"]).config("detection")
     assert given.training.decay_epochs == 40
     assert given.with_settings({"training.epochs": 60}).training.decay_epochs == 40  # once given, it stays
     segmentation = LearnConfig.of("segmentation")

@@ -539,7 +539,7 @@ def test_weights_of_a_teacher_that_is_not_given(run: Run, home: Path, tmp_path: 
         (("--recipe", "quik"), "there is no recipe 'quik'; did you mean quick.*"),
         (("--lr", "0"), "lr is 0.0; it must be above 0"),
         (("--lr", "-1"), "lr is -1.0; it must be above 0"),
-        (("--lr", "nan"), "invalid value for '--lr': 'nan' is not a number; hetdpt recover --help lists all options"),
+        (("--lr", "nan"), "--lr: expected a number, got 'nan'; hetdpt recover --help lists all options"),
         (("--clip-grad", "-1"), "clip_grad is -1.0; it must be above 0, or left out"),
         (("--precision", "int8"), "precision is 'int8'; choose from auto, float32, bfloat16, float16"),
         (("--precision", "float16", "--device", "cpu"), "float16 training needs a GPU, .*; use --precision float32"),
@@ -572,7 +572,7 @@ def test_settings_without_sense(run: Run, home: Path, tmp_path: Path, options: t
 def test_counts_below_one(run: Run, home: Path, tmp_path: Path, option: str) -> None:
     result = run(*recovery(home, tmp_path / "run", option, 0))
     assert (result.code, result.out) == (2, "")
-    assert f"invalid value for '{option}'" in result.err
+    assert f"error: {option}: expected" in result.err
     assert not (tmp_path / "run").exists()
 
 

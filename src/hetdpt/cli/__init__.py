@@ -6,6 +6,7 @@ import atexit
 import os
 import sys
 import warnings
+from difflib import get_close_matches
 from functools import partial
 from typing import Any
 
@@ -131,8 +132,12 @@ def _refuse(text: str) -> None:
 
 def _sentence(error: click.UsageError) -> str:
     """Return what is wrong with the words of a command, as part of a sentence."""
-    text = error.format_message().strip().removesuffix(".")
-    return text[:1].lower() + text[1:]
+    if isinstance(error, click.BadParameter) and not isinstance(error, click.MissingParameter) and error.param:
+        return f"{error.param.opts[0]}: {error.message.removesuffix('.')}"
+    near = get_close_matches(getattr(error, "option_name", ""), getattr(error, "possibilities", None) or (), 1, 0)
+    text = error.message.partition(" Did you mean")[0] if near else error.format_message()
+    hint = f" (did you mean {near[0]}?)" if near else ""
+    return text[:1].lower() + text[1:].strip().rstrip(".") + hint
 
 
 def _require_no_empty(words: list[str]) -> None:

@@ -1,7 +1,7 @@
 """A command is made from its options, a dataclass: a field is an option, the line under it is its help.
 
 An option that is a setting of a config, such as ``option("RecoverConfig.training.epochs")``, has the type and the help
-of that field. Configs are read as source and not imported: they need torch, and ``--help`` must not wait for it.
+of that field.
 """
 
 from __future__ import annotations
@@ -10,15 +10,14 @@ import ast
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
-from functools import cache
 from inspect import get_annotations
-from math import isnan
+from math import isnan, nan
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, dataclass_transform, get_type_hints
+from typing import Any, ClassVar, dataclass_transform, get_type_hints
 
 import click
 
-import hetdpt
+from hetdpt.cli.declared import declared, declared_fields, split_setting
 from hetdpt.core.goals import GOALS, Goal
 from hetdpt.core.plan import Plan
 
@@ -72,153 +71,69 @@ class Options:
         for one in _fields_of(type(self)):
             value = getattr(self, one.name)
             for setting in one.metadata.get("settings", ()) if value not in (None, []) else ():
-                _, kind, name = _split(setting)
+                _, kind, name = split_setting(setting)
                 if kind == config:
                     found[name] = tuple(value) if isinstance(value, list) else value
         return found
 
 
-class Declared(NamedTuple):
-    """A field of a dataclass, as its source has it."""
-
-    annotation: str
-    default: Any
-    help: str
-
-
-def declared(setting: str) -> Declared:
-    """Return how a setting is declared in the source of its config.
-
-    >>> declared("RecoverConfig.training.batch_size").annotation
-    'int'
-    """
-    module, kind, name = _split(setting)
-    *tables, leaf = name.split(".")
-    for table in tables:
-        module, kind = _home(module, _fields(module, kind)[table].annotation)
-    return _fields(module, kind)[leaf]
-
-
-def _split(setting: str) -> tuple[str, str, str]:
-    """Return the module of a config class, its name and that of the setting; public classes need no module."""
-    parts = setting.split(".")
-    at = next(number for number, part in enumerate(parts) if part[0].isupper())
-    module = ".".join(parts[:at]) or hetdpt._HOME_OF[parts[at]]
-    return module, parts[at], ".".join(parts[at + 1 :])
-
-
-@cache
-def _tree(module: str) -> ast.Module:
-    file = Path(hetdpt.__file__).parent.joinpath(*module.split(".")[1:])
-    file = file / "__init__.py" if file.is_dir() else file.with_suffix(".py")
-    return ast.parse(file.read_text(encoding="utf-8"))
-
-
-def _home(module: str, kind: str) -> tuple[str, str]:
-    """Return the module that defines the class which ``module`` knows as ``kind``, and its name."""
-    for node in _tree(module).body:
-        if isinstance(node, ast.ImportFrom) and kind in (alias.name for alias in node.names):
-            return node.module or "", kind
-    return module, kind
-
-
-@cache
-def _fields(module: str, kind: str) -> dict[str, Declared]:
-    """Return the fields of a dataclass by name, those of its bases too."""
-    body = next(node for node in _tree(module).body if isinstance(node, ast.ClassDef) and node.name == kind)
-    found: dict[str, Declared] = {}
-    for base in body.bases:
-        if isinstance(base, ast.Name):
-            found |= _fields(*_home(module, base.id))
-    for node, below in zip(body.body, [*body.body[1:], None], strict=True):
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            found[node.target.id] = Declared(ast.unparse(node.annotation), _literal(node.value), _text(below))
-    return found
-
-
-def _literal(node: ast.AST | None) -> Any:
-    """Return the value of a default that is written out; None for a call or a name."""
-    try:
-        return ast.literal_eval(node) if node is not None else None
-    except ValueError:
-        return None
-
-
-def _text(node: ast.AST | None) -> str:
-    """Return the first sentence of the text under a field."""
-    if not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)):
-        return ""
-    words = " ".join(node.value.value.split()).replace("``", "")
-    return re.split(r"(?<=\.) (?=[A-Z0-9])", words)[0]
-
-
-class AtLeast(click.ParamType[Any]):
-    """A number of a click type, ``least`` or more."""
-
-    def __init__(self, kind: click.ParamType[Any], least: float | None) -> None:
-        self.kind, self.least, self.name = kind, least, kind.name
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        found = self.kind.convert(value, param, ctx)
-        if isnan(found):
-            self.fail(f"{value!r} is not a number", param, ctx)
-        if self.least is not None and found < self.least:
-            self.fail(f"{value} is less than {self.least}", param, ctx)
-        return found
-
-
-class Several(click.ParamType[Any]):
-    """Values with commas between, such as 8,8,3."""
-
-    name = "a,b,..."
-
-    def __init__(self, kind: click.ParamType[Any], count: int | None) -> None:
-        self.kind, self.count = kind, count
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        parts = [part.strip() for part in value.split(",")]
-        if self.count not in (None, len(parts)):
-            self.fail(f"{value!r} is not {self.count} values with commas between", param, ctx)
-        return tuple(self.kind.convert(part, param, ctx) for part in parts if part)
-
-
-class RemovalStyle(click.ParamType[Any]):
-    """What removed layers leave behind: a name, or one style for each kind of layer with a comma between."""
-
-    name = "style"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        styles = [style.strip() for style in value.split(",")]
-        return Plan(removal=(styles[0], styles[1]) if len(styles) == 2 else value).removal
-
-
-class GoalAmount(click.ParamType[Any]):
-    """What a goal of the table can be written as: a number, with a unit or a percentage for costs."""
-
-    def __init__(self, goal: Goal) -> None:
-        self.goal, self.name = goal, goal.metavar
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        amount = self.goal.parse(value, f"--{self.goal.name}")
-        return str(amount) if amount.is_share else amount.value
-
-
-def _type(annotation: str, least: float | None) -> click.ParamType[Any]:
-    """Return what reads values of a type that is written as ``annotation``."""
+def _type(annotation: str, least: float | None) -> Any:
+    """Return what reads values of a type that is written as ``annotation``: a type of click, or a function."""
     kind = annotation.removesuffix(" | None")
     if kind.startswith("tuple["):
         parts = kind.removeprefix("tuple[").removesuffix("]").split(", ")
-        count = None if "..." in parts else len(parts)
-        return _type(parts[0], least) if parts[0] == "Removal" else Several(_type(parts[0], least), count)
+        return _type(parts[0], least) if parts[0] == "Removal" else _several(_type(parts[0], least), parts)
     if kind.startswith("Literal["):
-        return click.Choice(ast.literal_eval(f"[{kind.removeprefix('Literal[')}"))
-    known: dict[str, Callable[[], click.ParamType[Any]]] = {
-        "int": lambda: AtLeast(click.INT, least),
-        "float": lambda: AtLeast(click.FLOAT, least),
-        "Path": lambda: click.Path(path_type=Path),
-        "Removal": RemovalStyle,
-    }
-    return known.get(kind, lambda: click.STRING)()
+        return click.Choice(ast.literal_eval(kind.removeprefix("Literal")))
+    if kind in ("int", "float"):
+        return _number(int if kind == "int" else float, least)
+    return {"Path": click.Path(path_type=Path), "Removal": style}.get(kind, click.STRING)
+
+
+def _number(kind: type, least: float | None) -> Any:
+    """Return what reads a number of at least ``least``; nan is none."""
+
+    def number(text: str) -> Any:
+        try:
+            found = kind(text)
+        except ValueError:
+            found = nan
+        if isnan(found):
+            raise click.BadParameter(f"expected a {'whole ' if kind is int else ''}number, got {text!r}")
+        if least is not None and found < least:
+            raise click.BadParameter(f"expected at least {least}, got {text}")
+        return found
+
+    number.__name__ = "integer" if kind is int else "number"  # what help shows
+    return number
+
+
+def _several(read: Any, parts: list[str]) -> Any:
+    """Return what reads values with commas between, as many as ``parts`` unless they end in dots."""
+
+    def values(text: str) -> Any:
+        given = [part.strip() for part in str(text).split(",") if part.strip()]
+        if "..." not in parts and len(given) != len(parts):
+            raise click.BadParameter(f"expected {len(parts)} values with commas between, got {text!r}")
+        return tuple(read(part) for part in given)
+
+    return values
+
+
+def style(text: str) -> Any:
+    """Return the removal that is written as ``text``: a name, or one style for each kind of layer."""
+    styles = [part.strip() for part in text.split(",")]
+    return Plan(removal=(styles[0], styles[1]) if len(styles) == 2 else text).removal
+
+
+def _goal(goal: Goal) -> Any:
+    """Return what reads an amount of a goal."""
+
+    def amount(text: str) -> Any:
+        found = goal.parse(text, f"--{goal.name}")
+        return str(found) if found.is_share else found.value
+
+    return amount
 
 
 class PanelOption(click.Option):
@@ -262,15 +177,16 @@ def _parameters(kind: type[Options]) -> list[click.Parameter]:
 
 def _goal_parameters(one: Field[Any]) -> list[click.Parameter]:
     return [
-        PanelOption([f"--{name}", f"{one.name}_{name}"], type=GoalAmount(GOALS[name]), help=GOALS[name].help)
-        for name in one.metadata["goals"]
+        PanelOption([f"--{name}", f"{one.name}_{name}"], type=_goal(goal), metavar=goal.metavar, help=goal.help)
+        for name, goal in GOALS.items()
+        if name in one.metadata["goals"]
     ]
 
 
 def _parameter(one: Field[Any], part: Any) -> click.Parameter:
     """Return the parameter of a field that is declared in the class ``part``."""
     about: Mapping[str, Any] = {**NOTHING_SPECIAL, **one.metadata}
-    own = _fields(part.__module__, part.__name__)[one.name]
+    own = declared_fields(part.__module__, part.__name__)[one.name]
     source = declared(about["settings"][0]) if about["settings"] else own
     is_many = source.annotation.startswith(("list[", "tuple[Removal"))
     annotation = re.sub(r"^list\[(.*)\]$", r"\1", source.annotation)
