@@ -88,7 +88,7 @@ def test_a_signal_ends_a_run_with_workers_and_says_how_to_go_on(home: Path, tmp_
     assert process.returncode == 128 + number
     said = "Ctrl-C" if name == "SIGINT" else name
     again = f"hetdpt {' '.join(words)}"
-    assert told == f"stopped by {said}; what is done is kept, and the same command goes on from there: {again}\n"
+    assert told == f"stopped by {said}; finished work is kept, and the same command resumes: {again}\n"
     assert len(children) >= 2
     assert psutil.wait_procs(children, timeout=10)[1] == []
 
@@ -97,13 +97,13 @@ def test_what_is_said_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["hetdpt", "run", "a model", "--out", "RUN"])
     stopped = Stopped(signal.SIGINT)
     assert stopped.code == 130
-    kept = "what is done is kept, and the same command goes on from there"
+    kept = "finished work is kept, and the same command resumes"
     assert farewell(stopped) == f"stopped by Ctrl-C; {kept}: hetdpt run 'a model' --out RUN"
     monkeypatch.setenv("RANK", "0")
     assert farewell(stopped) == f"stopped by Ctrl-C; {kept}"
     monkeypatch.setattr("sys.argv", ["hetdpt", "inspect", "demo"])
     assert farewell(Stopped(signal.SIGTERM)) == (
-        "stopped by SIGTERM; nothing was written, and the same command begins anew"
+        "stopped by SIGTERM; nothing was written, and the same command starts over"
     )
 
 
@@ -134,12 +134,12 @@ def test_every_command_that_resumes_is_one(tmp_path: Path) -> None:
 
 def test_what_a_file_system_refuses_is_a_sentence() -> None:
     assert reason(OSError(28, "No space left on device")) == (
-        "No space left on device; free some space and give the same command again"
+        "No space left on device; free some space and run the same command again"
     )
     assert reason(OSError(30, "Read-only file system", "/a")) == (
         "/a: Read-only file system; make it writable, or give another path"
     )
     assert reason(OSError(71, "Protocol error", "/a")) == (
-        "/a: Protocol error; look at it, then give the same command again"
+        "/a: Protocol error; check it, then run the same command again"
     )
     assert reason(OSError("torn")) == "torn"

@@ -54,7 +54,7 @@ hetdpt.cli.app = command
 sys.argv = ["hetdpt", "run", "MODEL"]
 hetdpt.cli.main()
 """
-FAREWELL = "stopped by SIGTERM; what is done is kept, and the same command goes on from there: hetdpt run MODEL\n"
+FAREWELL = "stopped by SIGTERM; finished work is kept, and the same command resumes: hetdpt run MODEL\n"
 SCENES = {
     "where nothing can be raised": "Dying(); wait()",
     "where nothing can be raised, and workers start then": "Dying(); read(); wait()",
@@ -99,7 +99,7 @@ def test_a_worker_that_is_killed_is_one_sentence() -> None:
     code, told = ending(begun("read([(0, signal.SIGKILL)])"))
     assert code == 2
     assert told == (
-        "error: a worker that reads images is killed by signal: Killed; is memory short? Give fewer --workers\n"
+        "error: a worker process that reads images is killed by signal: Killed; is memory short? Give fewer --workers\n"
     )
 
 

@@ -1,4 +1,4 @@
-"""How a command ends before its time: Ctrl-C, SIGTERM, a disk that will not take more. One line, and what to do."""
+"""How a command ends early: Ctrl-C, SIGTERM, a full disk. One line that says what to do."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ from types import FrameType
 from hetdpt.core.errors import DataError
 
 IS_POSIX = hasattr(signal, "SIGALRM")  # Windows has neither alarms nor a signal for a child that ends
-AGAIN, GRACE = 0.01, 0.5  # seconds until a stop that was lost is tried again; that a signal may take to get here
+AGAIN, GRACE = 0.01, 0.5  # seconds until a lost stop is tried again; that a signal may take to arrive
 
 RESUMABLE = {
     "run", "demo", "collect", "oneshot", "observe", "compare", "select", "tokens", "transfer", "train", "recover",
     "detect", "segment",
 }  # fmt: skip
-"""Commands that keep what they have done in their directory."""
+"""Commands that can be resumed."""
 
 WAYS_OUT = {
-    errno.ENOSPC: "free some space and give the same command again",
-    errno.EDQUOT: "free some of your quota and give the same command again",
+    errno.ENOSPC: "free some space and run the same command again",
+    errno.EDQUOT: "free some of your quota and run the same command again",
     errno.EROFS: "make it writable, or give another path",
-    errno.EACCES: "make it yours to read and write, or give another path",
-    errno.EPERM: "make it yours to read and write, or give another path",
-    errno.ENOENT: "it was there when it was looked for; put it back, or give another path",
+    errno.EACCES: "allow reading and writing, or give another path",
+    errno.EPERM: "allow reading and writing, or give another path",
+    errno.ENOENT: "it has disappeared; restore it, or give another path",
     errno.EMFILE: "raise the limit (ulimit -n), or give fewer --workers",
-    errno.EIO: "the disk has a fault; give another path",
+    errno.EIO: "the disk failed; give another path",
 }
-"""What to do about what a file system says."""
+"""What to do about errors of the file system."""
 
 
 class Stopped(BaseException):
-    """A signal came; what is under way cleans up behind itself, as for any error."""
+    """A signal has arrived; running code cleans up, as for any error."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -51,16 +51,16 @@ class Stopped(BaseException):
 def stoppable() -> Iterator[None]:
     """Let Ctrl-C and SIGTERM end the block by ``Stopped``; the same signal a second time ends the process at once.
 
-    Whatever else is raised after a signal is taken for ``Stopped`` too, and so is what torch raises of a worker that
+    Whatever else is raised after a signal counts as ``Stopped`` too, and so does what torch raises about a worker that
     the signal has reached before this process.
     """
-    own, came = os.getpid(), list[Stopped]()
+    own, received = os.getpid(), list[Stopped]()
 
     def stop(number: int, frame: FrameType | None) -> None:
-        came.append(Stopped(number))
+        received.append(Stopped(number))
         signal.signal(number, signal.SIG_DFL)
         if os.getpid() != own:
-            os.kill(os.getpid(), number)  # a process that was forked off ends without a word
+            os.kill(os.getpid(), number)  # a forked process ends silently
         sys.unraisablehook = look_for_lost
         if IS_POSIX:
             signal.signal(signal.SIGALRM, end)
@@ -68,29 +68,29 @@ def stoppable() -> Iterator[None]:
 
     def end(number: int, frame: FrameType | None) -> None:
         if IS_POSIX:
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch would raise for workers that end, as they should
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch would raise for workers that end as they should
         for worker in active_children():
-            worker.kill()  # they only read; alive, they would complain that nobody takes what they have read
-        raise came[0]
+            worker.kill()  # they only read; alive, they would complain that nobody takes their images
+        raise received[0]
 
     def look_for_lost(lost: sys.UnraisableHookArgs) -> None:
-        """Try again in a moment: Python drops what is raised in ``__del__``. Tell nothing of what is taken down now."""
+        """Try again in a moment: Python drops what is raised in ``__del__``. Print nothing about what is torn down now."""
         if isinstance(lost.exc_value, Stopped) and IS_POSIX:
             signal.setitimer(signal.ITIMER_REAL, AGAIN)
 
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     for number, handler in before.items():
-        if handler is not signal.SIG_IGN:  # what a shell has in the background is not meant by Ctrl-C
+        if handler is not signal.SIG_IGN:  # Ctrl-C does not mean what a shell runs in the background
             signal.signal(number, stop)
     try:
         yield
     except SystemExit:
         raise
     except BaseException as error:
-        if came:
-            raise came[0] from None
+        if received:
+            raise received[0] from None
         if ended := ended_worker(error):
-            time.sleep(GRACE)  # a signal that was meant for this process too raises here
+            time.sleep(GRACE)  # a signal for this process too raises here
             raise ended from None
         raise
     finally:
@@ -118,20 +118,20 @@ def ended_worker(error: BaseException) -> Stopped | DataError | None:
     for number, name in {signal.SIGTERM: "Terminated", signal.SIGINT: "Interrupt"}.items():
         if f"is killed by signal: {name}" in ended:
             return Stopped(number)
-    return DataError(f"a worker that reads images {ended[-1]}; is memory short? Give fewer --workers")
+    return DataError(f"a worker process that reads images {ended[-1]}; is memory short? Give fewer --workers")
 
 
 def farewell(stopped: Stopped) -> str:
-    """Return what is said at the end of a command that was stopped."""
+    """Return the last line of a command that was stopped."""
     words = sys.argv[1:]
     if words[:1] and words[0] in RESUMABLE:
         again = "" if "RANK" in os.environ else f": {shlex.join(['hetdpt', *words])}"
-        return f"stopped by {stopped.name}; what is done is kept, and the same command goes on from there{again}"
-    return f"stopped by {stopped.name}; nothing was written, and the same command begins anew"
+        return f"stopped by {stopped.name}; finished work is kept, and the same command resumes{again}"
+    return f"stopped by {stopped.name}; nothing was written, and the same command starts over"
 
 
 def one_line(text: str) -> str:
-    """Return ``text`` without what would break its line or command the terminal: it may quote a file of anyone.
+    """Return ``text`` without characters that break the line or control the terminal: it may quote anyone's file.
 
     >>> one_line("no setting a\\nb\\x1b[2J")
     'no setting a b [2J'
@@ -140,12 +140,12 @@ def one_line(text: str) -> str:
 
 
 def reason(error: OSError) -> str:
-    """Return what the system refuses, in a sentence.
+    """Return an error of the system as a sentence.
 
     >>> reason(OSError(errno.ENOSPC, "No space left on device", "/runs/a/plan.json"))
-    '/runs/a/plan.json: No space left on device; free some space and give the same command again'
+    '/runs/a/plan.json: No space left on device; free some space and run the same command again'
     """
     if error.errno is None:
         return str(error)
     what = f"{error.filename}: {error.strerror}" if error.filename else f"{error.strerror}"
-    return f"{what}; {WAYS_OUT.get(error.errno, 'look at it, then give the same command again')}"
+    return f"{what}; {WAYS_OUT.get(error.errno, 'check it, then run the same command again')}"

@@ -150,7 +150,7 @@ class RunConfig(GoalFields):
 
     @property
     def sampled_layers(self) -> int | None:
-        """How many layers samples of accuracy are to reach; None where that is not known, or ``rounds`` say it."""
+        """How many layers samples of accuracy reach; None where that is not known, or ``rounds`` set it."""
         return self.layers if self.rounds is None else None
 
     @property
@@ -160,7 +160,7 @@ class RunConfig(GoalFields):
 
     @property
     def wanted(self) -> Wanted:
-        """What a split has to meet, in numbers; parts of the dense model are such only after ``with_numbers``."""
+        """What a split has to meet, in numbers; percentages of the dense model become such by ``with_numbers``."""
         amounts = self.amounts()
         if shares := [name for name, amount in amounts.items() if amount.is_share]:
             raise PredictError(
@@ -171,21 +171,21 @@ class RunConfig(GoalFields):
 
     @property
     def target(self) -> dict[str, float]:
-        """What width has to meet, in numbers: the one goal that is no number of layers."""
+        """What width has to meet, in numbers: the one goal that is not a number of layers."""
         return {name: value for name, value in self.wanted.conditions.items() if GOALS[name].is_bound}
 
     def located(self) -> RunConfig:
-        """Return this config with whole paths, so that it means the same from any working directory."""
+        """Return this config with absolute paths, so that it means the same in any working directory."""
         paths = {name: value for name, value in vars(self).items() if isinstance(value, Path)}
         found: dict[str, Any] = {name: path.resolve() for name, path in paths.items()}
         for name in ("model", "data") if self.data_root is None else ("model",):
             folder = Path(getattr(self, name))
-            if str(folder) != DEMO and folder.is_dir():  # a folder called demo is not what that name means
+            if str(folder) != DEMO and folder.is_dir():  # that name does not mean a folder called demo
                 found[name] = str(folder.resolve())
         return replace(self, **found)
 
     def with_numbers(self, dense: Price) -> RunConfig:
-        """Return this config with numbers for parts of the ``dense`` model.
+        """Return this config with numbers for percentages of the ``dense`` model.
 
         >>> config = RunConfig(model="demo", data="demo", out=Path("runs/demo"), macs="70%")
         >>> config.with_numbers(Price(macs=4e9, params=1e6)).macs
@@ -203,11 +203,11 @@ class RunConfig(GoalFields):
         file: str | Path | None = None,
         changes: Mapping[str, Any] | None = None,
     ) -> RunConfig:
-        """Return what ``changes`` over a ``file`` over a ``recipe`` come to.
+        """Return the settings of ``changes`` over those of a ``file`` over those of a ``recipe``.
 
         A file (.toml, .yaml or .yml) has the names of the fields, tables for ``collection``, ``search`` and
-        ``recovery``, and may name a ``recipe``; one given here takes the place of that, and ``quick`` is what there is
-        without any. Names in ``changes`` have dots. TOML cannot say null; YAML can.
+        ``recovery``, and may name a ``recipe``; one given here replaces that, and ``quick`` is the default. Names in
+        ``changes`` have dots. TOML cannot say null; YAML can.
 
         >>> changes = {"model": "demo", "data": "demo", "out": "runs/demo", "layers": 8, "recovery.training.epochs": 2}
         >>> RunConfig.resolve(changes=changes).recovery.training.epochs
@@ -219,7 +219,7 @@ class RunConfig(GoalFields):
             raise TrainError(f"{RECIPE} is {named!r}, but {spelled(str)} was expected")
         begin = _settings_of(recipe or named or quick.__name__)
         if recipe is not None and begin.keys() <= written.keys():
-            raise TrainError(f"{file} says all that the recipe {recipe} would say; leave one of them out")
+            raise TrainError(f"{file} sets all that the recipe {recipe} would set; leave one of them out")
         given = written | _by_name(changes or {})
         missing = [name for name in NEEDED if given.get(name) is None]
         types = setting_types(cls)
@@ -233,7 +233,7 @@ class RunConfig(GoalFields):
         return ABOUT + write_yaml(asdict(self))
 
     def _settle(self) -> None:
-        """Turn what stands for a value into it: texts for paths and numbers, lists for tuples; refuse other types."""
+        """Convert texts to paths and numbers, lists to tuples; refuse other types."""
         types = setting_types(type(self))
         for name, value in vars(self).items():
             if not is_dataclass(types[name]):
@@ -256,25 +256,27 @@ class RunConfig(GoalFields):
         for name in named:
             method_called(name)
         if twice := [name for name in METHODS if named.count(name) > 1]:
-            raise PlanError(f"the method {twice[0]} is to be compared with itself; name every method once")
+            raise PlanError(f"the method {twice[0]} would be compared with itself; name each method once")
         if self.is_split:
             if self.samples is not None and self.rounds is not None:
-                raise PlanError("rounds say how samples are collected, but samples are given; leave one of them out")
+                raise PlanError("rounds say how to collect samples, but samples are given; leave one of them out")
             return
         if self.budget is not None:
             return self._require_budget(self.budget)
         if self.layers is None:
             raise PlanError(
-                f"the method {self.method} takes so many layers, whatever they cost; give --layers, or a method that "
-                "splits a budget, such as hetdpt"
+                f"the method {self.method} removes a number of layers, whatever they cost; give --layers, or a method "
+                "that splits a budget, such as hetdpt"
             )
         if split := [name for name in self.compare if method_called(name).split == "map"]:
             raise PlanError(
                 f"{split[0]} splits its budget by samples of accuracy, which a run with the method {self.method} does "
-                f"not have; make {split[0]} the method, and compare {self.method}"
+                f"not have; use the method {split[0]}, and compare {self.method}"
             )
         if strays := [name for name in ("samples", "rounds") if getattr(self, name) is not None]:
-            raise PlanError(f"the method {self.method} splits no budget, so there is no use for {' and '.join(strays)}")
+            raise PlanError(
+                f"the method {self.method} splits no budget, so that {' and '.join(strays)} has no use; leave it out"
+            )
 
     def _require_width(self) -> None:
         if self.tokens is not None:
@@ -286,9 +288,11 @@ class RunConfig(GoalFields):
                 )
         if not self.plus:
             if self.depths is not None:
-                raise PlanError("depths are numbers of layers to try before width goes, but it does not; give --plus")
+                raise PlanError(
+                    "depths are numbers of layers to try before width is removed, but it is kept; add --plus"
+                )
             if replace(self.width, seed=0) != WidthConfig():
-                raise PlanError("width says how width goes (--round-to, ...), but it does not; give --plus")
+                raise PlanError("width says how width is removed (--round-to, ...), but it is kept; add --plus")
             return
         bounds = [name for name, goal in GOALS.items() if goal.is_bound]
         if len(given := [name for name in self.goals if name in bounds]) != 1:
@@ -297,23 +301,25 @@ class RunConfig(GoalFields):
                 f"got {' and '.join(given) or 'none'}"
             )
         if self.compare:
-            raise PlanError("other methods remove layers alone, so they are not compared where width goes too (--plus)")
+            raise PlanError(
+                "other methods only remove layers, so that --compare cannot be used with --plus; leave one of them out"
+            )
         if self.depths is not None and not self.is_balanced:
-            raise PlanError("depths are numbers of layers to try, but how many go is given; leave one of them out")
+            raise PlanError("depths are numbers of layers to try, but the number is given; leave one of them out")
         depths = self.depths if self.depths is not None else (0,)
         if not depths or min(depths) < 0 or len(set(depths)) < len(depths):
-            raise PlanError(
-                f"depths are {depths}; numbers of layers from 0 on, each once, were expected, such as 0,4,8"
-            )
+            raise PlanError(f"depths are {depths}; expected different numbers of layers of at least 0, such as 0,4,8")
 
     def _require_budget(self, budget: tuple[int, int]) -> None:
         if min(budget) < 0 or not sum(budget):
-            raise PlanError(f"budget is {budget}; how many attention layers and how many activations go was expected")
+            raise PlanError(
+                f"budget is {budget}; expected how many attention layers and activations to remove, such as (3, 5)"
+            )
         if self.layers not in (None, sum(budget)):
-            raise PlanError(f"{self.layers} layers are to go, but the budget {budget} has {sum(budget)}; give one")
+            raise PlanError(f"layers is {self.layers}, but the budget {budget} has {sum(budget)}; give one of them")
         if method_called(self.method).split != "map":
             raise PlanError(
-                f"a budget says how many layers of each kind go, but the method {self.method} takes so many in all; "
+                f"a budget is a number of layers of each kind, but the method {self.method} removes a number in all; "
                 "give layers, or a method that takes a budget, such as hetdpt"
             )
 
@@ -322,12 +328,14 @@ class RunConfig(GoalFields):
         for name, number in least.items():
             value = getattr(self, name)
             if value is not None and not value >= number:
-                raise TrainError(f"{name} is {value}; {number} or more was expected")
+                raise TrainError(f"{name} is {value}; expected at least {number}")
         for name in ("model", "data"):
             if not getattr(self, name):
-                raise TrainError(f"{name} is empty; a run needs one")
+                raise TrainError(f"{name} is empty; a run needs it")
         if self.keep == "ema" and not self.recovery.training.ema_decay:
-            raise TrainError("keep is 'ema', but recovery.training.ema_decay is 0: there is no average to keep; set it")
+            raise TrainError(
+                "keep is 'ema', but recovery.training.ema_decay is 0, so that there is no average to keep; set it"
+            )
 
 
 def _settings_of(name: str) -> dict[str, Any]:
