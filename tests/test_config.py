@@ -91,7 +91,7 @@ REFUSED: list[tuple[dict[str, Any], type[HetDPTError], str]] = [
         PlanError,
         "random removes a number of layers, .* give --layers",
     ),
-    ({"method": "random", "samples": Path("a.csv")}, PlanError, "random splits no budget, so that samples has no use"),
+    ({"method": "random", "samples": Path("a.csv")}, PlanError, "random splits no budget, so that samples has"),
     ({"method": "random", "rounds": (1, 1, 1)}, PlanError, "random splits no budget, so that rounds has no use"),
     ({"samples": Path("a.csv"), "rounds": (1, 1, 1)}, PlanError, "samples are given; leave one of them out"),
     ({"removal": "softly"}, PlanError, "removal is one of plain"),

@@ -74,7 +74,7 @@ def stoppable() -> Iterator[None]:
         raise received[0]
 
     def look_for_lost(lost: sys.UnraisableHookArgs) -> None:
-        """Try again in a moment: Python drops what is raised in ``__del__``. Print nothing about what is torn down now."""
+        """Try again in a moment: Python drops what is raised in ``__del__``. Print nothing about other errors now."""
         if isinstance(lost.exc_value, Stopped) and IS_POSIX:
             signal.setitimer(signal.ITIMER_REAL, AGAIN)
 
