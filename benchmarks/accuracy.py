@@ -167,7 +167,7 @@ def main() -> None:
     parser.add_argument("--layers")
     parser.add_argument("--methods", default="all")
     parser.add_argument("--seeds", type=int, default=1)
-    parser.add_argument("--work", type=Path, default=RUNS, help="where the comparisons have their directories")
+    parser.add_argument("--work", type=Path, default=RUNS, help="directory of the comparisons' run directories")
     parser.add_argument("--out", type=Path, default=RESULTS / "accuracy.json")
     options = parser.parse_args()
     recorder = Recorder(options.out)

@@ -484,13 +484,13 @@ PARTS = {"stages": stages, "naive": naive, "growth": growth, "memory": memory}
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; all by default")
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"parts to run: {', '.join(PARTS)}; all by default")
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--redo", action="store_true", help="measure again what is there")
+    parser.add_argument("--redo", action="store_true", help="repeat measurements that already have results")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     if unknown := set(options.parts) - PARTS.keys():
-        parser.error(f"there is no part {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
+        parser.error(f"unknown part {', '.join(sorted(unknown))}; the parts are {', '.join(PARTS)}")
     out = options.out or (QUICK_RESULTS if options.quick else RESULTS) / "effort.json"
     recorder = Recorder(out, redo=options.redo)
     with images_at_hand() as folder:

@@ -549,7 +549,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("docs/families.md"))
     parser.add_argument("--only", nargs="+", default=[], metavar="MODULE", help="modules of timm, or HuggingFace")
-    parser.add_argument("--redo", action="store_true", help="also try again what is known")
+    parser.add_argument("--redo", action="store_true", help="repeat models that already have results")
     options = parser.parse_args()
     if unknown := sorted({*options.only} - {*timm.list_modules(), HF}):
         parser.error(f"--only takes modules of timm or HuggingFace, not {', '.join(unknown)}")

@@ -530,7 +530,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--jobs", nargs="+", default=list(JOBS), choices=JOBS)
     parser.add_argument("--faults", nargs="+", default=list(FAULTS), choices=FAULTS)
-    parser.add_argument("--points", type=int, default=8, help="moments at which a command is killed")
+    parser.add_argument("--points", type=int, default=8, help="points in time at which a command is killed")
     parser.add_argument("--out", type=Path, default=RESULTS / "faults.json")
     options = parser.parse_args()
     recorder = Recorder(options.out)

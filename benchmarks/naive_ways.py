@@ -103,7 +103,7 @@ def largest_difference(ours: Mapping[Site, float], naive: Mapping[Site, float]) 
     0.25
     """
     if ours.keys() != naive.keys():
-        raise ValueError(f"the scan is of {len(ours)} sites, the full passes are of {len(naive)}")
+        raise ValueError(f"the scan has {len(ours)} sites, the full passes have {len(naive)}")
     return max(abs(value - ours[site]) / max(abs(value), 1e-300) for site, value in naive.items())
 
 

@@ -395,7 +395,7 @@ class Job:
 
     def take(self, task: Key, guard: Guard) -> None:
         begun = time.monotonic()
-        print(f"{time.strftime('%H:%M:%S')} begins: {self.name(task)}", flush=True)
+        print(f"{time.strftime('%H:%M:%S')} starts: {self.name(task)}", flush=True)
         made = {"order": self.order, "one-shot": self.score, "recovered": self.recover}[task["part"]](task)
         guard()
         self.recorder.add(task, **made, seconds=round(time.monotonic() - begun, 1))
@@ -465,12 +465,12 @@ def main() -> None:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1])
     parser.add_argument("--peers", nargs="+", default=list(BY_NAME), choices=BY_NAME)
     parser.add_argument("--epochs", type=int, default=1)
-    parser.add_argument("--images", type=int, default=1000, help="to fine-tune on")
+    parser.add_argument("--images", type=int, default=1000, help="images to fine-tune on")
     parser.add_argument("--calibrate", type=int, default=256, help="images to fit and to rank on")
     parser.add_argument("--judge", type=int, default=64, help="images that damage is measured on")
     parser.add_argument("--scored", type=int, default=1000, help="validation images")
     parser.add_argument("--out", type=Path, default=RESULTS / "peers.json")
-    parser.add_argument("--work", type=Path, default=WORK, help="where processes claim their tasks")
+    parser.add_argument("--work", type=Path, default=WORK, help="directory in which processes lock their tasks")
     options = parser.parse_args()
     require_real_data()
     job = Job(Recorder(options.out), options)

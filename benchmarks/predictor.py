@@ -195,7 +195,7 @@ def share(values: Any) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--draws", type=int, default=2000, help="of 16 samples")
+    parser.add_argument("--draws", type=int, default=2000, help="draws of 16 samples")
     parser.add_argument("--few", type=int, default=100, help="draws of more samples, and of the bootstrap")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/predictor.json"))
     options = parser.parse_args()

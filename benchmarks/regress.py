@@ -127,10 +127,10 @@ def _spell(span: Span) -> str:
 def _read(file: Path) -> Results:
     try:
         if not file.is_file():
-            raise ValueError("there is no such file")
+            raise ValueError("it does not exist")
         return Results.read(file)
     except (ValueError, KeyError, TypeError, json.JSONDecodeError) as error:
-        print(f"{file} is no file of results ({error}); give one that a script of benchmarks/ wrote", file=sys.stderr)
+        print(f"{file} is not a results file ({error}); give one that a script of benchmarks/ wrote", file=sys.stderr)
         sys.exit(2)
 
 
@@ -149,10 +149,12 @@ def main() -> None:
     for change in worse:
         print(f"worse: {change}")
     for key in failing:
-        print(f"lost: {line(key)}")
+        print(f"no longer works: {line(key)}")
     for key in lost:
-        print(f"gone: {line(key)}")
-    print(f"{after.benchmark}: {len(known)} values compared, {len(worse) + len(failing)} worse, {len(lost)} rows gone")
+        print(f"missing: {line(key)}")
+    print(
+        f"{after.benchmark}: {len(known)} values compared, {len(worse) + len(failing)} worse, {len(lost)} rows missing"
+    )
     sys.exit(1 if worse or failing or lost else 0)
 
 

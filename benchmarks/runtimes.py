@@ -298,8 +298,8 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=list(PLANS), choices=list(PLANS))
     parser.add_argument("--runtimes", nargs="+", default=list(RUNTIMES), choices=list(RUNTIMES))
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 32])
-    parser.add_argument("--seconds", type=float, default=60.0, help="a row takes so long, or 100 rounds; 5 at least")
-    parser.add_argument("--redo", action="store_true", help="measure again what is there")
+    parser.add_argument("--seconds", type=float, default=60.0, help="time limit of a row, which takes 5 to 100 rounds")
+    parser.add_argument("--redo", action="store_true", help="repeat measurements that already have results")
     parser.add_argument("--out", type=Path, default=RESULTS / "runtimes.json")
     options = parser.parse_args()
     if options.quick:

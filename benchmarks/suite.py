@@ -86,7 +86,7 @@ def main() -> None:
         if options.quick and step.quick is None:
             continue
         if step.needs_data and not IMAGENET.is_dir():
-            print(f"{name}: left out, because {IMAGENET} is absent", flush=True)
+            print(f"{name}: skipped, because {IMAGENET} does not exist", flush=True)
             continue
         begun = time.monotonic()
         print(name, flush=True)

@@ -216,7 +216,7 @@ def test_the_scan_and_full_passes_give_the_same_values(setting: Setting) -> None
 def test_values_that_differ_are_seen() -> None:
     one, other = Site("attention", 0, "a"), Site("attention", 1, "b")
     assert largest_difference({one: 2.0, other: 5.0}, {one: 2.0, other: 4.0}) == 0.25
-    with pytest.raises(ValueError, match="of 1 sites, the full passes are of 2"):
+    with pytest.raises(ValueError, match="has 1 sites, the full passes have 2"):
         largest_difference({one: 2.0}, {one: 2.0, other: 4.0})
 
 

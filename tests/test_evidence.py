@@ -113,7 +113,7 @@ def test_the_guard_names_what_got_worse(changed: dict[str, object], worse: str |
     assert code == (1 if worse else 0)
     assert ("worse: " in said) is (worse is not None)
     assert worse is None or f"worse: model m: {worse} " in said
-    assert f"4 values compared, {1 if worse else 0} worse, 0 rows gone" in said
+    assert f"4 values compared, {1 if worse else 0} worse, 0 rows missing" in said
 
 
 @pytest.mark.parametrize(("others", "is_worse"), [(25, True), (3, False)])
@@ -135,7 +135,7 @@ def test_the_guard_names_what_is_lost(tmp_path: Path) -> None:
         for outcome in ("equal", "lost")
     )
     assert guard(before, after)[0] == 1
-    assert "lost: job run" in guard(before, after)[1]
+    assert "no longer works: job run" in guard(before, after)[1]
     assert guard(after, after)[0] == 0
 
 
@@ -168,7 +168,7 @@ def test_the_guard_misses_rows_that_are_gone(tmp_path: Path) -> None:
     rows = [{"key": {"model": name}, "values": BEFORE} for name in "ab"]
     files = results(tmp_path, "before.json", rows), results(tmp_path, "after.json", rows[:1])
     code, said = guard(*files)
-    assert (code, "gone: model b" in said) == (1, True)
+    assert (code, "missing: model b" in said) == (1, True)
     assert guard(*files, "--common")[0] == 0
 
 
@@ -177,7 +177,7 @@ def test_the_guard_refuses_other_files(tmp_path: Path) -> None:
     other.write_text('{"a": 1}')
     code, said = guard(other, other)
     assert code == 2
-    assert "is no file of results" in said
+    assert "is not a results file" in said
     assert guard(tmp_path / "none.json", other)[0] == 2
 
 
