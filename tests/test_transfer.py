@@ -530,7 +530,7 @@ def test_lines_a_table_and_json(run: Run, home: Path, whole: Path, tmp_path: Pat
     assert all(line.endswith(done) for line in lines[:3])
     assert "probe on demo" in lines[3]
     assert "1 attention layer and 1 activation, calibrated" in result.out
-    assert lines[-5] == "cpu, float32, batch 64; 300 images to learn from, accuracy on 360"
+    assert lines[-5] == "cpu, float32, batch 64; 300 training images, accuracy on 360"
     saved = [tmp_path / "run" / row["saved"] for row in found]
     assert [Path(line.rpartition(": saved to ")[2]) for line in lines[-4:-1]] == saved
     assert all((place / "model.safetensors").is_file() for place in saved)

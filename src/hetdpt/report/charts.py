@@ -71,6 +71,9 @@ class Look:
     """Class of the marks on the page."""
 
 
+ERROR = Look("ink", line="-", width=1.4)
+
+
 @dataclass(frozen=True)
 class Sign:
     """An entry of a legend on the page; one with a series is a button that shows and hides it."""
@@ -137,12 +140,23 @@ class Chart:
         for x, y, hint in zip(xs, ys, hints or [""] * len(xs), strict=True) if look.marker else ():
             self.point(x, y, look, hint, label)
 
-    def point(self, x: float, y: float, look: Look, hint: str = "", series: str = "", *others: Artist) -> None:
-        """Draw one point; ``others`` are part of it."""
-        drawn = self.panel.plot([x], [y], **{**self._style(look), "linestyle": "none"})
+    def point(
+        self,
+        x: float,
+        y: float,
+        look: Look,
+        hint: str = "",
+        series: str = "",
+        x_ends: tuple[float, float] | None = None,
+        y_ends: tuple[float, float] | None = None,
+    ) -> None:
+        """Draw one point, and its intervals as a cross of lines."""
+        drawn: list[Artist] = [self.span(x_ends, (y, y), ERROR)] if x_ends else []
+        drawn += [self.span((x, x), y_ends, ERROR)] if y_ends else []
+        drawn += self.panel.plot([x], [y], **{**self._style(look), "linestyle": "none"})
         if hint and self.is_page:  # a finger needs more than a small marker
             drawn += self.panel.plot([x], [y], marker="o", markersize=18, alpha=0, linestyle="none")
-        self.mark(hint, *others, *drawn, series=series, css=look.css)
+        self.mark(hint, *drawn, series=series, css=look.css)
 
     def span(self, x: tuple[float, float], y: tuple[float, float], look: Look, label: str = "") -> Artist:
         """Draw a line from corner to corner, as far as it is within the limits: an interval, or an error bar."""
@@ -232,19 +246,24 @@ def save(
     path: Path, draw: Callable[..., None], size: tuple[float, float] = (10, 6.5), shape: tuple[int, int] = (1, 1)
 ) -> None:
     """Write a figure of ``size`` inches, PNG or SVG by its name; ``draw`` gets ``shape`` (rows, columns) of charts."""
+
+    def draw_charts(figure: Figure) -> None:
+        figure.set_layout_engine("constrained")
+        draw(*(Chart(panel) for panel in figure.subplots(*shape, squeeze=False).flat))
+
+    save_figure(path, draw_charts, size)
+
+
+def save_figure(path: Path, draw: Callable[[Figure], None], size: tuple[float, float], dpi: int = 150) -> None:
+    """Write a figure that ``draw`` arranges by itself."""
     require_figure(path)
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
     with rc_context({**STYLE, "grid.color": THEME["rule"]}):
-        figure = Figure(figsize=size, layout="constrained")
-        draw(*(Chart(panel) for panel in figure.subplots(*shape, squeeze=False).flat))
-        write_figure(figure, path, dpi=150)
-
-
-def write_figure(figure: Figure, path: Path, dpi: int) -> None:
-    """Write a figure in the format that its name says."""
-    figure.savefig(path, dpi=dpi, format=path.suffix[1:].lower())
+        figure = Figure(figsize=size)
+        draw(figure)
+        figure.savefig(path, dpi=dpi, format=path.suffix[1:].lower())
 
 
 # The page

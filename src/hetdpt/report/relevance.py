@@ -1,4 +1,4 @@
-"""Relevance maps as a figure, and what was found of them in words. Draws what it is given; no torch."""
+"""Relevance maps as a figure, and conclusions from them as sentences. Draws what it is given; no torch."""
 
 from __future__ import annotations
 
@@ -7,27 +7,28 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hetdpt.report.charts import require_figure, write_figure
+from hetdpt.report.charts import save_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 RED = "#D00000"
 COLUMNS = 8
 # in inches: width of a panel, space between panels, above a panel, above an image's panels, and for the legend
 SIDE, GAP, TITLE, HEAD, LEGEND = 1.4, 0.05, 0.2, 0.3, 0.3
-TIE = 5e-4  # what is nearer is written as equal
+TIE = 5e-4  # smaller differences are called a tie
 Map = Any
 """An array (rows, columns)."""
 
 
 @dataclass(frozen=True)
 class Layer:
-    """The attention of one block, and what happens to it."""
+    """The attention of one block, and whether it is removed."""
 
     block: int
     is_removed: bool
-    """By the plan, or before."""
+    """By the plan, or already in the model."""
     loses_activation: bool
 
 
@@ -39,19 +40,16 @@ class Picture:
     image: Any
     """An array (H, W, C) of numbers from 0 to 1, as the model saw it."""
     wholes: tuple[tuple[str, Map], ...]
-    """Maps of whole models, each with what is written above it."""
+    """Maps of whole models, each with its title."""
     maps: tuple[Map | None, ...]
-    """Of each layer; None for one that is not there."""
+    """Of each layer; None for a removed one."""
 
 
 def draw(pictures: Sequence[Picture], layers: Sequence[Layer], path: Path, dpi: int = 110) -> None:
-    """Write a figure, PNG or SVG by the name of the file: for each image itself, whole models, then every block.
+    """Write a figure, PNG or SVG by its name: for each image itself, whole models, then every block.
 
-    Each map is spread from its least to its largest value, so that colours of two panels are not to be compared.
+    Each map has its own scale, from its lowest to its highest value: colours of two maps cannot be compared.
     """
-    require_figure(path)
-    from matplotlib.figure import Figure
-
     panels = 1 + len(pictures[0].wholes) + len(layers)
     rows = -(-panels // COLUMNS)
     columns = -(-panels // rows)
@@ -59,20 +57,21 @@ def draw(pictures: Sequence[Picture], layers: Sequence[Layer], path: Path, dpi: 
     side = SIDE * height / width
     block = HEAD + rows * (TITLE + side + GAP)
     wide, tall = columns * (SIDE + GAP) + GAP, len(pictures) * block + LEGEND
-    figure = Figure(figsize=(wide, tall))  # places are computed, since a layout engine takes seconds for each image
-    for number, picture in enumerate(pictures):
-        top = tall - number * block
-        head: Any = {"fontsize": "medium", "va": "center", "parse_math": False}
-        figure.text(GAP / wide, (top - HEAD / 2) / tall, picture.title, **head)
-        places = []
-        for panel in range(panels):
-            row, column = divmod(panel, columns)
-            left, bottom = GAP + column * (SIDE + GAP), top - HEAD - row * (TITLE + side + GAP) - TITLE - side
-            places.append(figure.add_axes((left / wide, bottom / tall, SIDE / wide, side / tall)))
-            places[-1].set_axis_off()
-        _draw_picture(places, picture, layers)
-    figure.text(GAP / wide, LEGEND / 2 / tall, _legend(layers), fontsize="small", va="center")
-    write_figure(figure, path, dpi)
+
+    def draw_all(figure: Figure) -> None:  # places are computed: a layout engine takes seconds for each image
+        for number, picture in enumerate(pictures):
+            top = tall - number * block
+            figure.text(GAP / wide, (top - HEAD / 2) / tall, picture.title, fontsize="medium", va="center")
+            places = []
+            for panel in range(panels):
+                row, column = divmod(panel, columns)
+                left, bottom = GAP + column * (SIDE + GAP), top - HEAD - row * (TITLE + side + GAP) - TITLE - side
+                places.append(figure.add_axes((left / wide, bottom / tall, SIDE / wide, side / tall)))
+                places[-1].set_axis_off()
+            _draw_picture(places, picture, layers)
+        figure.text(GAP / wide, LEGEND / 2 / tall, _legend(layers), fontsize="small", va="center")
+
+    save_figure(path, draw_all, (wide, tall), dpi)
 
 
 def _draw_picture(places: list[Axes], picture: Picture, layers: Sequence[Layer]) -> None:
@@ -89,8 +88,8 @@ def _draw_picture(places: list[Axes], picture: Picture, layers: Sequence[Layer])
 
 
 def _show(place: Axes, image: Any, values: Map | None, title: str, *, is_missing: bool = False) -> None:
-    """Draw an image, in grey under a map where there is one; or the word for one that is missing."""
-    place.set_title(title, fontsize="small", y=1.0, pad=2, parse_math=False)  # with a y nothing is searched
+    """Draw an image, in grey under its map if it has one, or "removed" instead of a missing map."""
+    place.set_title(title, fontsize="small", y=1.0, pad=2)  # with a y nothing is searched
     height, width = image.shape[:2]
     box: Any = {"extent": (0, width, height, 0)}
     if is_missing:
@@ -117,16 +116,16 @@ def _frame(place: Axes) -> None:
 
 
 def _legend(layers: Sequence[Layer]) -> str:
-    said = ["red: most relevant, blue: least, each map on its own scale"]
+    parts = ["red: most relevant, blue: least, each map on its own scale"]
     if any(layer.is_removed for layer in layers):
-        said.append("red frame: attention removed")
+        parts.append("red frame: attention removed")
     if any(layer.loses_activation for layer in layers):
-        said.append("red triangle: activation removed")
-    return "; ".join(said)
+        parts.append("red triangle: activation removed")
+    return "; ".join(parts)
 
 
 def class_words(one: Mapping[str, Any]) -> str:
-    """Return the class that the maps of an image speak for; ``one`` is of ``images`` in the record.
+    """Return the class that the maps of an image explain; ``one`` is of ``images`` in the record.
 
     >>> class_words({"class": 281, "class_name": "tabby, tabby cat"})
     '281 (tabby)'
@@ -148,7 +147,7 @@ def _called(name: str | None) -> str:
 
 
 def title(one: Mapping[str, Any]) -> str:
-    """Return what is written above the maps of an image."""
+    """Return the title above the maps of an image."""
     text = f"{Path(one['file']).name}: relevance for class {class_words(one)}, probability {one['probability']:.2f}"
     if one["answer"] != one["class"]:
         text += f" (answer: {answer_words(one)})"
@@ -156,7 +155,7 @@ def title(one: Mapping[str, Any]) -> str:
 
 
 def verdict(measure: str, found: Mapping[str, Any], images: int) -> str:
-    """Return in one sentence whether removed layers are more like their neighbours than kept ones."""
+    """Return a sentence that says whether removed layers are more like their neighbours than kept ones."""
     difference, low, high = found["difference"], found["low"], found["high"]
     is_known = low is not None
     is_tie = abs(difference) < TIE or (is_known and low <= 0 <= high)
@@ -166,5 +165,5 @@ def verdict(measure: str, found: Mapping[str, Any], images: int) -> str:
     return (
         f"{measure}: {first}removed layers are {how} like their neighbours than kept ones: "
         f"{found['removed']:.3f} against {found['kept']:.3f} ({difference:+.3f}{interval}); "
-        f"{100 * found['as_alike']:.0f} % of all choices of as many layers are at least as alike to theirs"
+        f"{100 * found['as_alike']:.0f} % of all choices of as many layers are at least as similar to their neighbours"
     )

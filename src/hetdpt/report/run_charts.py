@@ -5,20 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from math import ceil, isfinite
+from math import ceil, inf, isfinite
 
-from hetdpt.core.format import (
-    interval,
-    layers,
-    machine,
-    milliseconds,
-    number,
-    percent,
-    split_text,
-    times,
-    widths,
-)
-from hetdpt.core.plan import KINDS, Budget, Kind, Site
+from hetdpt.core.format import interval, layers, machine, milliseconds, number, percent, split_text, times, widths
+from hetdpt.core.plan import KINDS, Budget, Kind
 from hetdpt.report.charts import (
     BLUE,
     GREEN,
@@ -36,7 +26,7 @@ from hetdpt.report.charts import (
     PageChart,
     PageFigure,
     page_figure,
-)
+)  # fmt: skip
 from hetdpt.report.run import RunRecord
 from hetdpt.report.tables import compared
 from hetdpt.results import Candidate, ChosenLayer, CollectedSample, EpochResult, MeasureResult, Prices, Scores, Split
@@ -47,7 +37,6 @@ SAMPLE = Look("orange", "x", order=4, css="sample")
 CHOSEN = Look("green", "o", 14, width=2, fill="none", order=5, css="chosen")
 INTERVAL = Look("accent", line="-", width=4, alpha=0.25, order=1)
 DENSE = Look("ink", "*", 11)
-ERROR = Look("ink", line="-", width=1.4, order=3)
 REACH = 1.6  # times as far as the samples; beyond, the polynomial is a guess and not drawn
 
 
@@ -67,123 +56,83 @@ Key = tuple[Kind, int]
 """A kind of layer, and its block."""
 
 
-@dataclass(frozen=True)
-class Turn:
-    """When a layer was removed, counted from 1, and why."""
-
-    number: int
-    pick: ChosenLayer
-
-
-def turns_of(record: RunRecord) -> dict[Key, Turn]:
+def turns_of(record: RunRecord) -> dict[Key, ChosenLayer]:
     """Return the removed layers in their order; those whose turn is not known are last."""
     chosen = record.results.select
     if chosen is None:
         return {}
-    picked = {(pick.kind, pick.block): pick for pick in chosen.picks}
-    planned: list[Key] = [(kind, block) for kind in KINDS for block in getattr(chosen.plan, kind)]
-    ordered = [key for key in picked if key in planned] + [key for key in planned if key not in picked]
-    return {key: Turn(count, picked.get(key, ChosenLayer(*key))) for count, key in enumerate(ordered, 1)}
-
-
-@dataclass(frozen=True)
-class _Rows:
-    """How blocks are arranged in a picture: attention above activation, in as many rows as the width needs."""
-
-    blocks: int
-    width: float
-
-    @property
-    def left(self) -> float:
-        return 72.0 if self.width < NARROW_BELOW else 86.0
-
-    @property
-    def high(self) -> float:
-        return 34.0 if self.width < NARROW_BELOW else 40.0
-
-    @property
-    def count(self) -> int:
-        return ceil(self.blocks * (self.high + 4) / (self.width - self.left))
-
-    @property
-    def per_row(self) -> int:
-        return ceil(self.blocks / self.count)
-
-    @property
-    def column(self) -> float:
-        return min((self.width - self.left) / self.per_row, WIDEST)
-
-    @property
-    def height(self) -> float:
-        return self.count * (2 * self.high + AROUND) - 8
-
-    def corner(self, kind: Kind, block: int) -> tuple[float, float]:
-        row, place = divmod(block, self.per_row)
-        top = row * (2 * self.high + AROUND) + 22
-        return self.left + place * self.column, top + KINDS.index(kind) * (self.high + GAP)
+    picked: dict[Key, ChosenLayer] = {(pick.kind, pick.block): pick for pick in chosen.picks}
+    planned = {(kind, block): ChosenLayer(kind, block) for kind in KINDS for block in getattr(chosen.plan, kind)}
+    both = picked | {key: layer for key, layer in planned.items() if key not in picked}
+    return {key: layer for key, layer in both.items() if key in planned}
 
 
 def blocks(record: RunRecord) -> PageFigure:
     """Return the blocks with the removed layers: an empty frame with its turn."""
     analysis, chosen = record.results.analyse, record.results.select
     assert analysis is not None
-    sites, turns = {(site.kind, site.block): site for site in analysis.sites}, turns_of(record)
+    paths, turns = {(site.kind, site.block): site.path for site in analysis.sites}, turns_of(record)
+
+    def arrange(width: float) -> tuple[float, float, int, float]:
+        """Return where the first block begins, the height of a layer, and the number of blocks in a row."""
+        left, high = (72.0, 34.0) if width < NARROW_BELOW else (86.0, 40.0)
+        rows = ceil(analysis.blocks * (high + 4) / (width - left))
+        return left, high, ceil(analysis.blocks / rows), rows * (2 * high + AROUND) - 8
 
     def draw(chart: Chart) -> None:
-        rows = _Rows(analysis.blocks, chart.width)
+        left, high, per_row, height = arrange(chart.width)
+        column = min((chart.width - left) / per_row, WIDEST)
         chart.panel.set_axis_off()
-        chart.panel.set(xlim=(0, chart.width), ylim=(rows.height, 0))
+        chart.panel.set(xlim=(0, chart.width), ylim=(height, 0))
         chart.sign("kept" if chosen else "removable", KEPT)
         if turns:
             chart.sign("removed, with its turn", REMOVED)
         for block in range(analysis.blocks):
-            x, top = rows.corner("attention", block)
-            if not block % rows.per_row:
+            row, place = divmod(block, per_row)
+            x, top = left + place * column, row * (2 * high + AROUND) + 22
+            chart.text(x + column / 2, top - 9, str(block), ha="center", color="soft")
+            if not place:
                 chart.text(0, top - 9, "block", color="soft")
-                for kind in KINDS:
-                    chart.text(0, rows.corner(kind, block)[1] + rows.high / 2 + 4, kind)
-            chart.text(x + rows.column / 2, top - 9, str(block), ha="center", color="soft")
-            for kind in KINDS:
-                key = (kind, block)
-                _draw_layer(chart, rows, key, key in sites, turns.get(key), _about(record, key, sites.get(key), turns))
+            for kind, y in zip(KINDS, (top, top + high + GAP), strict=True):
+                if not place:
+                    chart.text(0, y + high / 2 + 4, kind)
+                draw_layer(chart, (kind, block), (x + 3, y), (column - 6, high))
+
+    def draw_layer(chart: Chart, key: Key, corner: tuple[float, float], size: tuple[float, float]) -> None:
+        look = FIXED if key not in paths else REMOVED if key in turns else KEPT
+        parts = [chart.box(corner, size, look)]
+        if look is REMOVED:
+            turn, (x, y) = str([*turns].index(key) + 1), (corner[0] + size[0] / 2, corner[1] + size[1] / 2)
+            apart = 3 * (len(turn) - 1)  # for a second digit
+            parts.append(chart.text(x - 5 - apart, y + 5, turn, ha="center", fontsize=14))
+            parts += chart.panel.plot([x + 8 + apart], [y], "x", color=chart.colour("orange"), markeredgewidth=2)
+        chart.mark("\n".join(_about(record, key, paths.get(key), turns)), *parts, css=look.css)
 
     label = "blocks of the model, and the layers that can be removed"
     if chosen:
         removed = (f"{kind} of blocks {', '.join(map(str, getattr(chosen.plan, kind))) or 'none'}" for kind in KINDS)
         label = f"blocks of the model; {'removed: ' + '; '.join(removed) if turns else 'no layer is removed'}"
-    return page_figure(PageChart(draw, label, lambda width: _Rows(analysis.blocks, width).height, (0, 0, 0, 0)))
+    return page_figure(PageChart(draw, label, lambda width: arrange(width)[3], (0, 0, 0, 0)))
 
 
-def _draw_layer(chart: Chart, rows: _Rows, key: Key, is_removable: bool, turn: Turn | None, hint: str) -> None:
-    (x, y), wide, high = rows.corner(*key), rows.column - 6, rows.high
-    look = FIXED if not is_removable else REMOVED if turn else KEPT
-    parts = [chart.box((x + 3, y), (wide, high), look)]
-    if turn and is_removable:
-        middle, apart = (x + 3 + wide / 2, y + high / 2), 3 * (len(str(turn.number)) - 1)  # for a second digit
-        parts.append(chart.text(middle[0] - 5 - apart, middle[1] + 5, str(turn.number), ha="center", fontsize=14))
-        parts += chart.panel.plot(
-            [middle[0] + 8 + apart], [middle[1]], "x", color=chart.colour("orange"), markeredgewidth=2
-        )
-    chart.mark(hint, *parts, css=look.css)
-
-
-def _about(record: RunRecord, key: Key, site: Site | None, turns: dict[Key, Turn]) -> str:
-    """Return what is known of a layer."""
-    kind, block = key
-    if site is None:
-        return f"block {block}: {kind}\nnothing that can be removed"
-    lines = [f"block {block}: {kind}", site.path]
-    if (turn := turns.get(key)) is not None:
-        lines.append(f"removed, number {turn.number} of {len(turns)}")
-        lines += [f"score {number(turn.pick.score)}"] if turn.pick.score is not None else []
+def _about(record: RunRecord, key: Key, path: str | None, turns: dict[Key, ChosenLayer]) -> Iterator[str]:
+    """Give what is known of a layer, line by line."""
+    yield f"block {key[1]}: {key[0]}"
+    if path is None:
+        yield "nothing that can be removed"
+        return
+    yield path
+    if key in turns:
+        yield f"removed, number {[*turns].index(key) + 1} of {len(turns)}"
+        if (score := turns[key].score) is not None:
+            yield f"score {number(score)}"
     else:
-        lines.append("kept" if record.results.select else "can be removed")
+        yield "kept" if record.results.select else "can be removed"
     if (entropy := record.entropies.get(key)) is not None:
-        lines.append(f"transfer entropy {number(entropy)} where it was sampled")
-    return "\n".join(lines)
+        yield f"transfer entropy {number(entropy)} where it was sampled"
 
 
-# Split accuracy
+# Predicted accuracy
 
 TIED = Look("green", line="--", fill="none", order=4, is_box=True, css="tied")
 HATCHED = Look("rule", fill="none", is_box=True, css="hatched")
@@ -277,7 +226,7 @@ class SpeedAxis:
         if self.prices is None or not self.is_timed:
             return float(budget.attention + budget.activation)
         speedup = self.prices.speedup(budget)
-        return float("inf") if speedup is None else speedup
+        return inf if speedup is None else speedup
 
     def far(self, samples: Sequence[CollectedSample], chosen: Budget | None) -> float:
         """Return how far the chart reaches: to the chosen split, and to ``REACH`` times the samples."""
@@ -306,82 +255,51 @@ class Frontier:
         return [one for one in self.best if self.axis(one.budget) <= far]
 
     def draw(self, chart: Chart) -> None:
-        axis, shown = self.axis, self.shown
+        axis, shown, final = self.axis, self.shown, self.final
         samples = [one for one in self.samples if isfinite(axis(one.budget))]
-        chosen = self.chosen if self.chosen and isfinite(axis(self.chosen.budget)) else None
-        known = [(axis(one.budget), one.accuracy) for one in (*shown, *([chosen] if chosen else []))]
-        known += [(axis(one.budget), one.accuracy) for one in samples]
-        known += [*self._final_corners()]
+        chosen = [self.chosen] if self.chosen and isfinite(axis(self.chosen.budget)) else []
+        drawn: list[Split | CollectedSample] = [*shown, *chosen, *samples]
+        known = [(axis(one.budget), one.accuracy) for one in drawn]
+        if final:  # with its interval, so that a small difference does not look like a large one
+            x, scores = final.speedup.value if axis.is_timed else float(self.removed), final.pruned.accuracy
+            known += [(x, scores.low), (x, scores.high)]
         chart.fit(*zip(*known, strict=True))
         chart.panel.locator_params(axis="x", integer=not axis.is_timed)
         if axis.is_timed and chart.is_page:
             chart.panel.xaxis.set_major_formatter("{x:g}×")
         self._draw_best(chart, shown)
-        places, values = [axis(one.budget) for one in samples], [one.accuracy for one in samples]
         hints = [f"sample {split_text(one.budget)}\n{percent(one.accuracy)}" for one in samples]
-        chart.plot(places, values, SAMPLE, "samples", hints)
-        if chosen:
-            name = split_text(chosen.budget)
-            hint = "\n".join((f"chosen: {name}", *_predicted(chosen)))
-            chart.plot([axis(chosen.budget)], [chosen.accuracy], CHOSEN, f"chosen: {name}", [hint])
-        self._draw_final(chart)
+        self._plot(chart, samples, SAMPLE, "samples", hints)
+        for one in chosen:
+            name = f"chosen: {split_text(one.budget)}"
+            self._plot(chart, [one], CHOSEN, name, ["\n".join((name, *_predicted(one)))])
+        if final:
+            name, speed, look = "final model, measured", final.speedup, Look("ink", "D", 9, order=5, css="ink")
+            hint = f"{name}\n{percent(scores.top1)} of {scores.count:,} images\nspeedup {times(speed.value)}\n"
+            hint += f"95 % interval {interval(speed.low, speed.high)}"
+            ends = (speed.low, speed.high) if axis.is_timed else None
+            chart.point(x, scores.top1, look, hint, name, ends, (scores.low, scores.high))
+            chart.sign(name, look, name)
 
     def _draw_best(self, chart: Chart, shown: Sequence[Split]) -> None:
-        axis = self.axis
         for one in shown:
             # no band: neighbours may be a sample, which is known well, and a mixed split, which is not
             if isfinite(one.high - one.low):
-                chart.span((axis(one.budget),) * 2, (one.low, one.high), INTERVAL, "95 % intervals")
+                chart.span((self.axis(one.budget),) * 2, (one.low, one.high), INTERVAL, "95 % intervals")
         for one, two in pairwise(shown):
             look = Look("accent", line="--" if one.is_beyond or two.is_beyond else "-", order=2)
-            ends = (axis(one.budget), axis(two.budget)), (one.accuracy, two.accuracy)
+            ends = (self.axis(one.budget), self.axis(two.budget)), (one.accuracy, two.accuracy)
             chart.mark("", chart.span(*ends, look), series="best predicted")
         for label, look in (("best predicted", BEST), ("best predicted, beyond the samples: a guess", BEYOND)):
             some = [one for one in shown if one.is_beyond == (look is BEYOND)]
             hints = ["\n".join((f"best predicted: {split_text(one.budget)}", *_predicted(one))) for one in some]
             if some:
-                chart.plot([axis(one.budget) for one in some], [one.accuracy for one in some], look, label, hints)
+                self._plot(chart, some, look, label, hints)
 
-    def _final_corners(self) -> Iterator[tuple[float, float]]:
-        """Give the interval of the final model, so that a small difference does not look like a large one."""
-        if self.final:
-            scores = self.final.pruned.accuracy
-            yield from ((self._final_x(self.final), scores.low), (self._final_x(self.final), scores.high))
-
-    def _final_x(self, final: MeasureResult) -> float:
-        return final.speedup.value if self.axis.is_timed else float(self.removed)
-
-    def _draw_final(self, chart: Chart) -> None:
-        if self.final is None:
-            return
-        scores, speed = self.final.pruned.accuracy, self.final.speedup
-        hint = (
-            f"final model, measured\n{percent(scores.top1)} of {scores.count:,} images\nspeedup {times(speed.value)}\n"
-            f"95 % interval {interval(speed.low, speed.high)}"
-        )
-        ends = (speed.low, speed.high) if self.axis.is_timed else None
-        look = Look("ink", "D", 9, order=5, css="ink")
-        at, name = (self._final_x(self.final), scores.top1), "final model, measured"
-        _draw_measured(chart, at, look, hint, name, ends, scores)
-        chart.sign(name, look, name)
-
-
-def _draw_measured(
-    chart: Chart,
-    at: tuple[float, float],
-    look: Look,
-    hint: str,
-    series: str,
-    speed: tuple[float | None, float | None] | None,
-    scores: Scores | None,
-) -> None:
-    """Draw a measured model with its 95 % intervals, as a cross of lines."""
-    bars = []
-    if speed and speed[0] is not None and speed[1] is not None:
-        bars.append(chart.span((speed[0], speed[1]), (at[1], at[1]), ERROR))
-    if scores:
-        bars.append(chart.span((at[0], at[0]), (scores.low, scores.high), ERROR))
-    chart.point(*at, look, hint, series, *bars)
+    def _plot(
+        self, chart: Chart, some: Sequence[Split | CollectedSample], look: Look, label: str, hints: list[str]
+    ) -> None:
+        chart.plot([self.axis(one.budget) for one in some], [one.accuracy for one in some], look, label, hints)
 
 
 def frontier(record: RunRecord) -> PageFigure:
@@ -442,10 +360,10 @@ def methods(record: RunRecord) -> PageFigure:
         for row in rows:
             chart.sign(row.method, method_look(row.method), row.method)
         for row in reversed(rows):  # the method of the run is on top
-            at, ends = (row.speed.speedup, row.accuracy), (row.speed.low, row.speed.high)
+            ends = row.speed.low, row.speed.high
             lines = [row.method, percent(row.accuracy), f"speedup {times(row.speed.speedup)}"]
-            lines.append(f"95 % interval {interval(*ends)}")
-            _draw_measured(chart, at, method_look(row.method), "\n".join(lines), row.method, ends, None)
+            hint = "\n".join([*lines, f"95 % interval {interval(*ends)}"])
+            chart.point(row.speed.speedup, row.accuracy, method_look(row.method), hint, row.method, ends)
 
     return page_figure(PageChart(draw, "accuracy by measured speedup, a point for each method", _height))
 
@@ -456,8 +374,8 @@ def runs(records: Sequence[RunRecord], names: Sequence[str]) -> PageFigure:
     found = [(name, one.method, one.results.measure) for name, one in both if one.results.measure]
 
     def draw(chart: Chart) -> None:
-        ends = [(one.speedup.value, end) for _, _, one in found for end in _ends(one.pruned.accuracy)]
-        chart.fit(*zip(*ends, *((1.0, one.dense.accuracy.top1) for _, _, one in found), strict=True))
+        points = [(one.speedup.value, end) for _, _, one in found for end in _ends(one.pruned.accuracy)]
+        chart.fit(*zip(*points, *((1.0, one.dense.accuracy.top1) for _, _, one in found), strict=True))
         _speeds(chart)
         taken: list[tuple[float, float]] = []
         for name, method, one in found:
@@ -495,8 +413,8 @@ def _draw_run(chart: Chart, name: str, method: str, one: MeasureResult, shift: f
     is_right = speed.value > sum(chart.panel.get_xlim()) / 2
     side = {"shift": (-11, shift), "ha": "right"} if is_right else {"shift": (11, shift)}
     chart.mark("", chart.text(speed.value, pruned.top1, name, **side), series=name)
-    ends = speed.low, speed.high
-    _draw_measured(chart, (speed.value, pruned.top1), method_look(method), "\n".join(lines), name, ends, pruned)
+    look, ends = method_look(method), (speed.low, speed.high)
+    chart.point(speed.value, pruned.top1, look, "\n".join(lines), name, ends, _ends(pruned))
 
 
 # Layers and width, fine-tuning, time

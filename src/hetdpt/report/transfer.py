@@ -1,4 +1,4 @@
-"""How models transfer, in words and in the cells of a table. No torch here."""
+"""Results of transfer: cells of a table and lines below it. No torch here."""
 
 from __future__ import annotations
 
@@ -9,31 +9,31 @@ from typing import Any
 from hetdpt.core.format import amount, estimate, layers, percent, signed
 
 Row = Mapping[str, Any]
-"""One of ``rows`` in results.json: a model, and what it came to."""
+"""One of ``rows`` in results.json: a model and its results."""
 
 
 def columns(mode: str) -> list[str]:
-    """Return what the cells behind the name of a model are."""
+    """Return the names of the columns after that of the model."""
     how = ["features", "penalty"] if mode == "probe" else ["epochs"]
-    return ["gone", "accuracy [95 %]", "to the first [95 %]", "MACs", "params", *how]
+    return ["removed", "accuracy [95 %]", "to the first [95 %]", "MACs", "params", *how]
 
 
 def cells(row: Row) -> list[str]:
-    """Return these cells.
+    """Return the cells of these columns.
 
-    >>> gone = {"attention": 1, "activation": 0, "removal": "plain", "epochs": None, "strength": 0.01, "width": 192}
+    >>> removed = {"attention": 1, "activation": 0, "removal": "plain", "epochs": None, "strength": 0.01, "width": 192}
     >>> known = {"top1": 97.5, "low": 95.3, "high": 98.7, "macs": 1.1e9, "params": 5.2e6}
-    >>> cells({**gone, **known, "difference": -0.5, "difference_low": -1.25, "difference_high": 0.25})[:3]
+    >>> cells({**removed, **known, "difference": -0.5, "difference_low": -1.25, "difference_high": 0.25})[:3]
     ['1 attention layer, plain', '97.50 % [95.3, 98.7]', '−0.50 [−1.25, +0.25]']
     """
-    gone = layers(row["attention"], row["activation"]) if row["attention"] or row["activation"] else ""
+    removed = layers(row["attention"], row["activation"]) if row["attention"] or row["activation"] else ""
     to_first = ""
     if row["difference"] is not None:
         ends = row["difference_low"], row["difference_high"]
         to_first = estimate(signed(row["difference"]), *ends, signed)
     how = [str(row["width"]), f"{row['strength']:g}"] if row["epochs"] is None else [str(row["epochs"])]
     return [
-        f"{gone}, {row['removal']}" if row["removal"] else gone,
+        f"{removed}, {row['removal']}" if row["removal"] else removed,
         estimate(percent(row["top1"]), row["low"], row["high"]),
         to_first,
         amount(row["macs"]),
@@ -43,21 +43,21 @@ def cells(row: Row) -> list[str]:
 
 
 def measured(mode: str, rows: Sequence[Row]) -> str:
-    """Return where and how the numbers were found, in a line; each said once where it is the same for all.
+    """Return in a line how the numbers were measured; values that are the same for all models are given once.
 
     >>> row = {"device": "cpu", "dtype": "float32", "batch": 64, "images": 360, "training_images": 1437}
     >>> measured("probe", [row, row])
-    'cpu, float32, batch 64; 1437 images to learn from, accuracy on 360'
+    'cpu, float32, batch 64; 1437 training images, accuracy on 360'
     """
     said = {name: " and ".join(dict.fromkeys(str(row[name]) for row in rows)) for name in ("device", "dtype", "batch")}
     learnt, seen = rows[0]["training_images"], rows[0]["images"]
     where = f"{said['device']}, {said['dtype']}, batch {said['batch']}"
     last = ", of the last epoch" if mode == "finetune" else ""
-    return f"{where}; {learnt} images to learn from, accuracy on {seen}{last}"
+    return f"{where}; {learnt} training images, accuracy on {seen}{last}"
 
 
 def places(rows: Sequence[Row], directory: Path) -> list[str]:
-    """Return where each model lies that a row came to, in a line for each.
+    """Return a line for each model that says where it was saved.
 
     >>> places([{"model": "dense", "saved": "models/1/model"}, {"model": "tower", "saved": None}], Path("run"))
     ['dense: saved to run/models/1/model', 'tower: not saved, since a probe cannot be its head']
