@@ -304,7 +304,7 @@ def _svg(picture: PageChart, width: float, signs: dict[str, Sign]) -> Markup:
     height, (left, right, bottom, top) = picture.height(width), picture.margins
     colours: Any = {f"{axis}tick.labelcolor": MARKED["soft"] for axis in "xy"} | {"grid.color": MARKED["rule"]}
     with rc_context({**STYLE, **ON_PAGE, **colours, "axes.edgecolor": MARKED["soft"]}):
-        figure = Figure(figsize=(width / 72, height / 72))
+        figure = Figure(figsize=(width / 72, height / 72), dpi=72)
         inside = left / width, bottom / height, 1 - (left + right) / width, 1 - (bottom + top) / height
         chart = Chart(figure.add_axes(inside), is_page=True, signs=signs)
         figure.patch.set_visible(False)
