@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from statistics import fmean
+from typing import TYPE_CHECKING
 
 import numpy as np
-from torch import Tensor
 
-from hetdpt.data.sources import Data
-from hetdpt.data.streams import Stream
 from hetdpt.results import ComparisonRow, DenseModel, Difference, MethodSummary
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from hetdpt.data.sources import Data
 
 DRAWS = 10_000
 RIGHT, WRONG, UNREAD = "1", "0", "-"
@@ -51,6 +54,8 @@ class Answers:
     """Which validation images of ``data`` a model gets right."""
 
     def __init__(self, data: Data) -> None:
+        from hetdpt.data.streams import Stream  # here, since pages of docs/ are rendered without torch
+
         has_no_numbers = data.val is None or isinstance(data.val, Stream)
         self._found = None if has_no_numbers else [UNREAD] * len(data.val or ())
 
