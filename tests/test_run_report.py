@@ -587,7 +587,7 @@ def test_the_command_compares_runs(run: Run, tmp_path: Path, full: Path) -> None
     )
     assert run("report", full, other, "--out", out, "--overwrite").code == 0
     run("report", full, other).is_refused(
-        "a report of 2 runs is in none of them; say where it goes, such as --out report.html"
+        "a report of 2 runs belongs to none of them; say where, such as --out report.html"
     )
 
 
