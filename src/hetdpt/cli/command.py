@@ -20,6 +20,7 @@ import click
 from hetdpt.cli.declared import declared, declared_fields, split_setting
 from hetdpt.core.goals import GOALS, Goal
 from hetdpt.core.plan import Plan
+from hetdpt.core.styles import PRESETS
 
 WIDTH = 100  # columns of a help page at most
 MAIN = "Options"  # the title of the options that a command does not share
@@ -29,6 +30,7 @@ NOTHING_SPECIAL: dict[str, Any] = {
     "flag": "", "least": None, "type": None, "is_argument": False, "shows_default": True, "panel": "", "help": "",
     "settings": (),
 }  # fmt: skip
+REMOVAL = f"What replaces removed layers: {', '.join(PRESETS)}, or a pair of styles such as linear,calibrated."
 HIDDEN = (None, False, True, (), 0)
 """Defaults that help does not show."""
 
@@ -196,7 +198,9 @@ def _parameter(one: Field[Any], part: Any) -> click.Parameter:
         words["default"] = one.default
     shown = own.default if source is own else source.default if about["shows_default"] else None
     shown = one.default if shown is None and one.default is not MISSING else shown
-    text = (about["help"] or own.help or source.help) + ("" if shown in HIDDEN else f"  [default: {shown}]")
+    text = about["help"] or own.help or (REMOVAL if "Removal" in annotation else source.help)
+    if shown not in HIDDEN:
+        text += f"  [default: {','.join(shown) if isinstance(shown, tuple) else shown}]"
     panel = about["panel"] or part.panel
     if about["is_argument"]:
         metavar = about["flag"] or one.name.upper()

@@ -18,6 +18,7 @@ from hetdpt.core.host import cores
 from hetdpt.core.plan import Plan
 from hetdpt.core.published import PREFIX, published_plan
 from hetdpt.data.table import FORMS
+from hetdpt.selection.methods import METHODS
 from hetdpt.store.atomic import parse_json
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from hetdpt.selection.predictor.polynomial import Row
     from hetdpt.training.recover import RecoverConfig
 
+METHOD = f"How layers are chosen: {', '.join(METHODS)}."
 IMAGES = f"The images to train and measure on: {FORMS}."
 
 

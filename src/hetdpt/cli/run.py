@@ -8,12 +8,20 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from hetdpt.cli.command import Options, goal_options, option
-from hetdpt.cli.options import IMAGES, ModelOptions, OutputOptions, PlaceOptions, WorkOptions, read_settings, workers_of
+from hetdpt.cli.options import (
+    IMAGES,
+    METHOD,
+    ModelOptions,
+    OutputOptions,
+    PlaceOptions,
+    WorkOptions,
+    read_settings,
+    workers_of,
+)
 from hetdpt.cli.show import is_first_process, print_, print_json, table
 from hetdpt.core.format import amount, duration, machine, milliseconds, percent, times, widths
 from hetdpt.core.plan import KINDS
 from hetdpt.export.runtimes import EXPORTS
-from hetdpt.selection.methods import METHODS
 
 if TYPE_CHECKING:
     from hetdpt.flow.config import RunConfig
@@ -31,7 +39,7 @@ def everywhere(setting: str, *more: str, **words: Any) -> Any:
 class SelectionOptions(Options, panel="Choice of layers"):
     """How a run chooses layers."""
 
-    method: Any = option("RunConfig.method", help=f"How layers are chosen: {', '.join(METHODS)}.")
+    method: Any = option("RunConfig.method", help=METHOD)
     compare: Any = option("RunConfig.compare")
     samples: Any = option("RunConfig.samples")
     rounds: Any = option("RunConfig.rounds")

@@ -9,6 +9,7 @@ import click
 
 from hetdpt.cli.command import Options, option
 from hetdpt.cli.options import (
+    METHOD,
     DataOptions,
     ModelOptions,
     OutputOptions,
@@ -43,7 +44,7 @@ class SelectOptions(
 ):
     out: Path
     """The plan to write, a JSON file for hetdpt recover --plan."""
-    method: Any = option("RunConfig.method")
+    method: Any = option("RunConfig.method", default="hetdpt", help=METHOD)
     attention: int | None = option(least=0)
     """Number of attention layers to remove."""
     activation: int | None = option(least=0)
@@ -51,6 +52,7 @@ class SelectOptions(
     layers: int | None = option(least=1)
     """Number of layers to remove in all; --samples may split it between the kinds."""
     samples: Any = option("RunConfig.samples")
+    """A CSV of samples, or a directory of hetdpt collect, to split --layers by."""
     recipe: str = option(panel="Training", default="search")
     """Recipe that sets the defaults; hetdpt recipes lists them."""
 
@@ -61,7 +63,7 @@ def select(options: SelectOptions) -> None:
     from hetdpt.selection.select import SelectConfig
     from hetdpt.training.processes import start
 
-    method = options.method or "hetdpt"
+    method = options.method
     method_called(method)
     given = {"removal": options.usual_removal, **options.settings("SelectConfig")}
     config = SelectConfig(search=options.recovery(), **given)

@@ -78,7 +78,7 @@ def train(options: TrainOptions) -> None:
 
 
 class RecoverOptions(TrainOptions):
-    model: Any = option(flag="student", is_argument=True, is_required=True)
+    model: Any = option(flag="STUDENT", is_argument=True, is_required=True)
     """A saved directory; or, with --plan, the dense model to prune."""
     teacher: str | None = None
     """The dense model; with --plan, by default the student before pruning."""

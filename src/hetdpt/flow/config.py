@@ -70,7 +70,7 @@ class RunConfig(GoalFields):
     samples: Path | None = None
     """A CSV of samples, or a directory of hetdpt collect, to split the budget by; collected if not given."""
     removal: Removal = "calibrated"
-    """What replaces removed layers: plain, norm, authors, calibrated, or a pair of styles such as linear,calibrated."""
+    """What replaces removed layers: a name from ``styles.PRESETS`` or (attention style, activation style)."""
     images: int = 256
     """Training images to fit replacements and compare layers on."""
     rounds: tuple[int, int, int] | None = None

@@ -36,7 +36,7 @@ class OneShotConfig:
     speedup: float | None = None
     """Goal: at least this many times faster on this device."""
     kind: Kind | None = None
-    """The only kind of layer to remove; both by default."""
+    """The only kind of layer to remove, attention or activation; both by default."""
     removal: Removal = "calibrated"
     """What removed layers leave behind: a name from ``styles.PRESETS`` or (attention style, activation style)."""
 

@@ -73,13 +73,12 @@ class SelectConfig:
     """What removed layers leave behind: a name from ``styles.PRESETS`` or (attention style, activation style). In a
     search it is also what closed gates compute; ``plain`` is the paper's."""
     images: int = 256
-    """Training images on which replacements are fitted and transfer entropy and damage are measured."""
+    """Training images to fit replacements and measure transfer entropy and damage on."""
     candidates: Literal["all", "te"] = "all"
-    """Which layers are searched: all, or, as in the paper, of each kind twice as many as are removed, those of the
-    least transfer entropy."""
+    """Layers to search: all, or te for those with the least transfer entropy, of each kind twice as many as are
+    removed, as in the paper."""
     explores: bool = True
-    """Whether the search tries removing candidates, and starts from their measured damage (``importance``); the
-    paper's does not."""
+    """Begin the search with a scan and try candidates closed, which the paper does not (``importance``)."""
 
     def __post_init__(self) -> None:
         if self.images < 2:

@@ -54,17 +54,17 @@ class ExplainConfig:
     plan: Plan | None = None
     """Layers to mark; the model without them is explained too."""
     data: str | None = None
-    """Name of the images, as for ``open_images``, on which replacements of these layers are fitted."""
+    """Images, without labels, to fit the replacements of removed layers on."""
     root: Path | None = None
     """The folder of that data, if not the current one."""
     calibration: int = 256
-    """How many of its images."""
+    """How many of these images to use."""
     first: int = 8
-    """Images to take of a folder, by name."""
+    """Images to take from a folder, in the order of their names."""
     drawn: int = 8
-    """Images to draw, the first ones; numbers are computed of all."""
+    """How many images to draw; numbers are computed from all."""
     batch_size: int = 8
-    """Images at once."""
+    """Images per forward pass."""
     name: str | None = None
     """Name of the model in the record: its class by default."""
     overwrite: bool = False

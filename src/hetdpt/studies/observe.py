@@ -67,11 +67,11 @@ class ObserveConfig:
     removals: tuple[Removal, ...] = ("plain", "calibrated")
     """What removed layers leave behind: each a name from ``styles.PRESETS`` or (attention style, activation style)."""
     blocks: tuple[int, ...] | None = None
-    """Blocks whose layers are removed, one layer at a time: None for all, () for gradients only."""
+    """Blocks whose layers are removed, one layer at a time, such as 0,3,6; all by default. () for gradients only."""
     images: int = 256
-    """Training images on which replacements are fitted."""
+    """Training images to fit replacements on."""
     gradient_epochs: int = 1
-    """Epochs of the training in which gradients are recorded; it is as ``recovery``, but from the labels alone."""
+    """Epochs of the training in which gradients are recorded, which learns from the labels alone."""
 
     def __post_init__(self) -> None:
         if not self.removals or len(set(self.removals)) < len(self.removals):

@@ -52,9 +52,9 @@ class TokensConfig:
     """How tokens are reduced, how many, and how that is measured."""
 
     r: tuple[int, ...]
-    """Tokens removed in each block with attention. 0, the model as it is, is always measured."""
+    """Tokens to remove in each block with attention; 0,4,8 tries several. 0, the whole model, is always measured."""
     method: str = "tome"
-    """A name from ``TOKEN_METHODS``."""
+    """tome merges similar tokens; gtp adds the least important tokens to others."""
     schedule: str = "constant"
     """``constant``, or ``decreasing``: more in the first blocks, as many in all."""
     fraction: float | None = None

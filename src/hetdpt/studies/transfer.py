@@ -68,7 +68,7 @@ class TransferConfig:
     """What is learned on the other images, and from how many of them."""
 
     mode: Mode
-    """``probe``: a linear classifier on features that stay as they are; ``finetune``: all weights and a fresh head."""
+    """probe trains a linear classifier on unchanged features; finetune trains all weights and a new head."""
     recovery: RecoverConfig = field(default_factory=lambda: cifar100_transfer().config)
     """How all weights are trained. A probe uses only its seed and its part of the training images."""
     strengths: tuple[float, ...] = STRENGTHS

@@ -62,12 +62,12 @@ class CompareConfig:
     """What is compared, and how."""
 
     layers: tuple[int, ...]
-    """Numbers of layers to remove: every method chooses for each of these."""
+    """Numbers of layers to remove, such as 2,4,6; every method chooses for each of them."""
     methods: tuple[str, ...] = tuple(METHODS)
     """Names from ``METHODS``."""
     seeds: int = 1
-    """How many; the first is that of ``recovery``, the others follow it. A seed is that of a choice and of the
-    fine-tuning after it. The predictor's split is the same for all."""
+    """How many seeds to repeat everything with. The first is that of ``recovery``, the others follow it. A seed is that of
+    a choice and of the fine-tuning after it. The predictor's split is the same for all."""
     selection: SelectConfig
     """How layers are chosen."""
     recovery: RecoverConfig

@@ -50,16 +50,16 @@ class WidthConfig:
     """How width is pruned."""
 
     importance: Importance = "taylor"
-    """``taylor``: |weight * gradient| summed over all that goes together; ``l2``: its norm; ``random``."""
+    """What a piece is worth: taylor (|weight * gradient|, summed over what is removed together), l2 or random."""
     round_to: int | None = None
-    """Channels, hidden features and dimensions of heads become multiples of it. None: where a target is searched for
-    in a model with FFNs of ``WIDE`` hidden features, of ``STEP``, which makes as many MACs faster; else of 1."""
+    """Make sizes multiples of this; 8 for wide models by default. None: ``STEP`` where a target is searched for in a
+    model with FFNs of ``WIDE`` hidden features, which makes as many MACs faster; else 1."""
     shares: tuple[float, float, float, float] | None = None
-    """How much goes of the embedding, hidden features, heads and dimensions of heads, relative to each other, where a
-    target is searched for; 0: that size stays. None: the first of ``RUNGS`` on which no size loses more than half,
-    without the embedding where that cannot be narrowed."""
+    """How much to remove of embedding, hidden features, heads and head dimensions, relative to each other, such as
+    1,1,1,0.5. None: the first of ``RUNGS`` on which no size loses more than half, without the embedding where that
+    cannot be narrowed."""
     refits: bool = True
-    """Whether layers behind features that go are fitted again, on the images (:mod:`hetdpt.reduce.width.refit`)."""
+    """Fit the layers behind removed features again, on the images (see ``reduce.width.refit``)."""
     seed: int = 0
     """Of ``random`` and, in a run, of the images that are looked at."""
 

@@ -37,13 +37,13 @@ class CollectConfig:
     recovery: RecoverConfig
     """The brief fine-tuning of each step, such as that of the recipe ``brief``."""
     rounds: tuple[int, int, int] | None = None
-    """Rounds of the chains attention, activation and interleaved; a round of the last removes a layer of each kind.
-    None: about 8/12, 8/12 and 3/12 of the blocks, as in the larger table of the paper, and of the last enough to reach
-    the number of layers of the goal, if that is known."""
+    """Rounds of the chains attention, activation and interleaved, such as 8,8,3; a round of the last removes a layer of
+    each kind. None: about 8/12, 8/12 and 3/12 of the blocks, as in the larger table of the paper, and of the last as
+    many as reach the number of layers to remove, where that is known."""
     removal: Removal = "calibrated"
     """What removed layers leave behind: a name from ``styles.PRESETS`` or (attention style, activation style)."""
     images: int = 256
-    """Training images on which replacements are fitted and transfer entropy is measured."""
+    """Training images to fit replacements and measure transfer entropy on."""
     fine_tunes: bool = True
     """Whether samples are fine-tuned; otherwise a sample is the accuracy right after the removal."""
 
