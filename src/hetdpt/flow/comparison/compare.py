@@ -66,8 +66,8 @@ class CompareConfig:
     methods: tuple[str, ...] = tuple(METHODS)
     """Names from ``METHODS``."""
     seeds: int = 1
-    """How many seeds to repeat everything with. The first is that of ``recovery``, the others follow it. A seed is that of
-    a choice and of the fine-tuning after it. The predictor's split is the same for all."""
+    """How many seeds to repeat everything with. The first is that of ``recovery``, the others follow it. A seed is that
+    of a choice and of the fine-tuning after it. The predictor's split is the same for all."""
     selection: SelectConfig
     """How layers are chosen."""
     recovery: RecoverConfig
