@@ -21,7 +21,7 @@ from hetdpt.cli.options import (
 from hetdpt.cli.show import print_, print_costs, print_json, table
 from hetdpt.core.errors import DataError, ModelError
 from hetdpt.core.format import estimate, percent
-from hetdpt.core.goals import GOALS
+from hetdpt.core.goals import BOUNDS, GOALS
 
 if TYPE_CHECKING:
     from torch import nn
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 class WidthOptions(ModelOptions, PlaceOptions, ReadingOptions, DeviceOptions, OverwriteOptions, OutputOptions):
     out: Path
     """Directory to write."""
-    goals: dict[str, Any] = goal_options("macs", "params", "speedup")
+    goals: dict[str, Any] = goal_options(*BOUNDS)
     ratio: float | None = None
     """Part of each size to remove, times its share."""
     data: str | None = None

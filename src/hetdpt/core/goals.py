@@ -244,6 +244,8 @@ GOALS: Mapping[str, Goal] = {
         _cost("params", "parameters", "16M"),
     )
 }
+BOUNDS = tuple(name for name, goal in GOALS.items() if goal.is_bound)
+"""The goals that losing width can meet too."""
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from types import NoneType
 from typing import Any, Literal
 
 from hetdpt.core.errors import PlanError, PredictError, TrainError
-from hetdpt.core.goals import GOALS, GoalFields, Wanted, require_pruning
+from hetdpt.core.goals import BOUNDS, GOALS, GoalFields, Wanted, require_pruning
 from hetdpt.core.plan import Plan
 from hetdpt.core.styles import STYLES
 from hetdpt.core.tokens import read_tokens
@@ -172,7 +172,7 @@ class RunConfig(GoalFields):
     @property
     def target(self) -> dict[str, float]:
         """What width has to meet, in numbers: the one goal that is not a number of layers."""
-        return {name: value for name, value in self.wanted.conditions.items() if GOALS[name].is_bound}
+        return {name: value for name, value in self.wanted.conditions.items() if name in BOUNDS}
 
     def located(self) -> RunConfig:
         """Return this config with absolute paths, so that it means the same in any working directory."""
@@ -249,7 +249,7 @@ class RunConfig(GoalFields):
         if not self.amounts() and self.budget is None:
             examples = ", ".join(f"--{goal.name} {goal.example}" for goal in GOALS.values())
             raise PlanError(f"a run needs a goal; give one of {examples}")
-        require_pruning({name: value for name, value in self.goals.items() if GOALS[name].is_bound or not self.plus})
+        require_pruning({name: value for name, value in self.goals.items() if name in BOUNDS or not self.plus})
 
     def _require_methods(self) -> None:
         named = (self.method, *self.compare)
@@ -294,10 +294,9 @@ class RunConfig(GoalFields):
             if replace(self.width, seed=0) != WidthConfig():
                 raise PlanError("width says how width is removed (--round-to, ...), but it is kept; add --plus")
             return
-        bounds = [name for name, goal in GOALS.items() if goal.is_bound]
-        if len(given := [name for name in self.goals if name in bounds]) != 1:
+        if len(given := [name for name in self.goals if name in BOUNDS]) != 1:
             raise PlanError(
-                f"with --plus, width is removed until a goal is met; expected exactly one of {', '.join(bounds)}, "
+                f"with --plus, width is removed until a goal is met; expected exactly one of {', '.join(BOUNDS)}, "
                 f"got {' and '.join(given) or 'none'}"
             )
         if self.compare:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from hetdpt.core.errors import PlanError
-from hetdpt.core.goals import GOALS, Measures, Wanted, short
+from hetdpt.core.goals import BOUNDS, GOALS, Measures, Wanted, short
 from hetdpt.core.modules import clone
 from hetdpt.core.plan import KINDS, Budget, Sample
 from hetdpt.core.tokens import read_tokens
@@ -49,8 +49,6 @@ if TYPE_CHECKING:
 
 HOW = ("removal", "images")
 """Settings of every stage that removes layers."""
-BOUNDS = tuple(name for name, goal in GOALS.items() if goal.is_bound)
-"""Goals that are not a number of layers."""
 TABLE = 112  # batches in which measure_prices times the layers
 
 

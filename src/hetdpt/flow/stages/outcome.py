@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
+from hetdpt.core.goals import BOUNDS
 from hetdpt.export.exported import export_model
 from hetdpt.export.saved import load, save
 from hetdpt.flow.comparison import work as comparison
 from hetdpt.flow.comparison.compare import GIVEN, CompareConfig, compare_into, read_comparison
 from hetdpt.flow.comparison.work import Cell, Trained
 from hetdpt.flow.config import RunConfig
-from hetdpt.flow.stages.budget import BOUNDS, samples_of
+from hetdpt.flow.stages.budget import samples_of
 from hetdpt.flow.stages.layers import FOLDER, SEARCH
 from hetdpt.flow.stages.stage import DATA, EVERY_STAGE, MODEL, RunContext, Stage, StageEstimate
 from hetdpt.flow.stages.summary import summarise

@@ -15,14 +15,14 @@ from torch import nn
 from hetdpt.adapters.preprocessing import preprocessing_of
 from hetdpt.core.errors import PlanError
 from hetdpt.core.format import counted
-from hetdpt.core.goals import describe
+from hetdpt.core.goals import BOUNDS, describe
 from hetdpt.core.plan import KINDS, Budget, Plan
 from hetdpt.data.fixed_batches import LabelledBatches
 from hetdpt.data.sources import Data
 from hetdpt.export.saved import RECIPE, load, save
 from hetdpt.flow.config import RunConfig
 from hetdpt.flow.resumable import recover_into, remove_layers_
-from hetdpt.flow.stages.budget import BOUNDS, HOW, held_out, is_met, predictor_of
+from hetdpt.flow.stages.budget import HOW, held_out, is_met, predictor_of
 from hetdpt.flow.stages.layers import FOLDER
 from hetdpt.flow.stages.stage import DATA, MODEL, RunContext, Stage, StageEstimate
 from hetdpt.measurement.speed import measure_throughput

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from hetdpt.adapters.heads import logits_of
 from hetdpt.core.errors import DataError, ModelError, PlanError, first_line
-from hetdpt.core.goals import GOALS, Goal
+from hetdpt.core.goals import BOUNDS, GOALS, Goal
 from hetdpt.core.modules import checked, clone, evaluating, memory_advice
 from hetdpt.core.plan import Plan
 from hetdpt.measurement.costs import Costs
@@ -159,7 +159,7 @@ def narrow_to(
 
 def _target(ratio: float | None, goal: Mapping[str, float | None]) -> tuple[Goal | None, float]:
     """Return the goal and its value, or None and the ratio; ``PlanError`` unless exactly one is given."""
-    rows = {"ratio": None, **{name: row for name, row in GOALS.items() if row.is_bound}}
+    rows = {"ratio": None, **{name: GOALS[name] for name in BOUNDS}}
     given = {name: value for name, value in {"ratio": ratio, **goal}.items() if value is not None}
     if len(given) != 1 or not given.keys() <= rows.keys():
         raise PlanError(f"expected exactly one of {', '.join(rows)}, got {', '.join(given) or 'none'}")
