@@ -325,7 +325,7 @@ def test_images_held_out_decide_how_strong_the_penalty_is(numbers: tuple[Tensor,
     assert trials[0].strength >= 0.1
     assert min(trials, key=lambda trial: trial.loss).strength >= 0.1
     for nothing in (torch.zeros(300, dtype=torch.bool), torch.ones(300, dtype=torch.bool)):
-        with pytest.raises(MeasureError, match="some are held out and some are not"):
+        with pytest.raises(MeasureError, match="some images must be held out and some not"):
             choose_strength(values, labels, nothing, 4)
     with pytest.raises(MeasureError, match="features that are not finite"):
         fit_probe(values / 0, labels, 4, 1.0)
