@@ -33,7 +33,7 @@ from hetdpt.flow.collection.work import SampleDone
 from hetdpt.flow.execution import Execution
 from hetdpt.flow.recipes import quick
 from hetdpt.measurement.agreement import relative_difference
-from hetdpt.results import Prices
+from hetdpt.results import Prices, from_json
 from hetdpt.selection.predictor.samples import CollectConfig, SampleStep, fine_tune, prune_next
 from hetdpt.store.atomic import find_sealed_json
 from hetdpt.store.run_directory import share
@@ -140,7 +140,7 @@ def test_a_chain_is_prune_fine_tune_and_evaluate(whole: Path, dense: nn.Module) 
         student, pick = prune_next(student, "attention", images)
         assert pick.te == min(entropies.values()) == entropies[pick.site]
         accuracies = [accuracy for _, accuracy in fine_tune(student, dense, data, brief())]
-        step = SampleStep.from_dict(found[key])
+        step = from_json(SampleStep, found[key], whole)
         assert (step.picks, [step.before, step.accuracy]) == ((pick,), accuracies)
     assert require_record(student).plan.removal == "calibrated"
     assert len(require_record(student).plan.attention) == 2
@@ -273,7 +273,7 @@ def test_a_killed_step_goes_on_from_its_checkpoint(
     monkeypatch.setattr(Execution, "watcher", watcher)
     step = next(done.result for done in collect(out, hetdpt.load(home / "dense")) if done.subject.key == "a")
     assert trained[0] > 1  # updates that the killed process did are not done again
-    assert {**step.to_dict(), "seconds": 0} == SampleStep.from_dict(samples(whole)["a"]).to_dict()
+    assert replace(step, seconds=0) == from_json(SampleStep, samples(whole)["a"], whole)
 
 
 def collect(out: Path, model: nn.Module) -> Iterator[SampleDone]:

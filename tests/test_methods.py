@@ -164,6 +164,7 @@ class TestCommand:
 
     def test_killed_search_goes_on(self, saved: str, tmp_path: Path, dense: nn.Module, data: Data) -> None:
         """A watcher that fails stands for a kill between two checkpoints; the states are on disk."""
+        from hetdpt.flow.execution import Execution
         from hetdpt.flow.resumable import select_into
 
         class KilledError(Exception):
@@ -174,11 +175,11 @@ class TestCommand:
 
         out, config = tmp_path / "plan.json", SelectConfig(search=SEARCH, images=32)
         with pytest.raises(KilledError):
-            select_into(out, dense, data, Budget(1, 2), "hetdpt", config, minutes=0, watch=stop)
+            select_into(out, dense, data, Budget(1, 2), "hetdpt", config, Execution(minutes=0), watch=stop)
         assert (tmp_path / "plan.json.partial").is_dir()
         assert not out.exists()
         found: list[Picked] = []
-        plan = select_into(out, dense, data, Budget(1, 2), "hetdpt", config, minutes=0, watch=found.append)
+        plan = select_into(out, dense, data, Budget(1, 2), "hetdpt", config, Execution(minutes=0), watch=found.append)
         assert plan == hetdpt.select(dense, data, Budget(1, 2), "hetdpt", config)
         assert len(found) == 3
         assert not (tmp_path / "plan.json.partial").exists()

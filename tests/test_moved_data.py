@@ -23,6 +23,7 @@ from hetdpt.data.streams import Stream
 from hetdpt.flow.collection.collect import collect_into, recheck_into
 from hetdpt.flow.comparison.compare import CompareConfig, compare_into
 from hetdpt.flow.config import RunConfig
+from hetdpt.flow.execution import Execution
 from hetdpt.flow.resumable import recover_into, select_into
 from hetdpt.flow.stages.events import Event
 from hetdpt.selection.predictor.samples import CollectConfig
@@ -54,12 +55,12 @@ def choose(out: Path, model: nn.Module, data: str) -> Iterator[Any]:
             raise KilledError
 
     with suppress(KilledError):
-        select_into(out, model, data, Budget(1, 1), "hetdpt", SELECT, minutes=0, progress=stop)
+        select_into(out, model, data, Budget(1, 1), "hetdpt", SELECT, Execution(minutes=0, progress=stop))
     yield None
 
 
 def recover(out: Path, model: nn.Module, data: str) -> Iterator[Any]:
-    return recover_into(out, deepcopy(model), model, data, BRIEF, plan=PLAN, calibration=8, minutes=0)
+    return recover_into(out, deepcopy(model), model, data, BRIEF, Execution(minutes=0), plan=PLAN, calibration=8)
 
 
 def learn(task: str, out: Path, data: str) -> Iterator[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -120,3 +121,21 @@ def test_no_forward_is_copied_and_no_pickle_is_loaded() -> None:
         loads = [line for line in text.splitlines() if "torch.load(" in line]
         assert all("weights_only=True" in line for line in loads), f"{path} loads a pickle"
         assert ".forward =" not in text, f"{path} overrides a forward"
+
+
+def test_a_class_name_has_one_meaning() -> None:
+    places = defaultdict(list)
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                places[node.name].append(str(path.relative_to(HOUSE)))
+    assert {name: files for name, files in places.items() if len(files) > 1} == {}
+
+
+def test_no_function_has_more_than_twelve_arguments() -> None:
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef):
+                given = node.args
+                count = len([*given.posonlyargs, *given.args, *given.kwonlyargs])
+                assert count <= 12, f"{node.name} in {path} has {count} arguments; group them in a config"

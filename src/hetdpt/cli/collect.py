@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,7 +45,7 @@ def collect(options: CollectOptions) -> None:
     data, network = options.open_data(), options.open_model(fine_tuning.training.seed)
     found: list[SampleDone] = []
     with options.live() as display:
-        place = options.workplace(display, options.batch)
+        place = options.execution(display, options.batch)
         for done in collect_into(options.out, network, data, config, place, chain=options.chain):  # type: ignore[arg-type]
             found.append(done)
             display.say(_line(done))
@@ -67,7 +67,7 @@ def _line(done: SampleDone) -> str:
 
 
 def _record(done: SampleDone) -> dict[str, Any]:
-    return {"key": done.subject.key, "chain": done.subject.chain, "is_own": done.is_own, **done.result.to_dict()}
+    return {"key": done.subject.key, "chain": done.subject.chain, "is_own": done.is_own, **asdict(done.result)}
 
 
 def _print(found: list[SampleDone]) -> None:

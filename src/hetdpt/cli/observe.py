@@ -42,7 +42,7 @@ def observe(options: ObserveOptions) -> None:
     config = ObserveConfig(recovery=options.recovery(), **given)
     data, network = options.open_data(), options.open_model(config.recovery.training.seed)
     with options.live() as display:
-        for one in observe_into(options.out, network, data, config, options.workplace(display)):
+        for one in observe_into(options.out, network, data, config, options.execution(display)):
             display.say(_line(one))
     found = read_results(options.out)
     if options.as_json:

@@ -254,12 +254,12 @@ class WorkOptions(WorkerOptions, panel="Device"):
 
     minutes: Any = option("RunConfig.minutes", flag="--checkpoint-minutes", least=0)
 
-    def workplace(self, display: Display, batch: int | None = None) -> Execution:
+    def execution(self, display: Display, batch: int | None = None) -> Execution:
         """Return how this process works."""
-        return workplace(self, display, self.minutes, batch)
+        return execution(self, display, self.minutes, batch)
 
 
-def workplace(
+def execution(
     options: WorkerOptions, display: Display, minutes: float | None = None, batch: int | None = None
 ) -> Execution:
     """Return how this process works: its device, the processes that read images, and what it tells."""

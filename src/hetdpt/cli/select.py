@@ -85,12 +85,9 @@ def select(options: SelectOptions) -> None:
             budget,
             method,
             config,
+            options.execution(display),
             overwrite=options.overwrite,
-            device=options.device,
-            workers=options.worker_count,
             watch=watch,
-            progress=display.step,
-            **({} if options.minutes is None else {"minutes": options.minutes}),
         )
     if not is_first_process():
         return

@@ -151,9 +151,8 @@ def _recover(
     with start(config.training.precision, options.device).local_main_process_first():  # one of them downloads
         data = options.open_data()
     with options.live() as display:
-        for epoch in recover_into(
-            out, student, teacher, data, config, watch=display.training, **loop_of(options), **removal
-        ):
+        more = {"tensorboard": options.tensorboard, "watch": display.training, **removal}
+        for epoch in recover_into(out, student, teacher, data, config, options.execution(display), **more):
             if is_resumed:
                 display.say(f"resuming {out}")
                 is_resumed = False

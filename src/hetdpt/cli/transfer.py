@@ -85,7 +85,7 @@ def transfer(options: TransferOptions) -> None:
     config, plans, out = options.config, options.plans, options.out
     data, models = options.open_data(), options.open_beside(options.beside)
     with options.live() as display:
-        for done in transfer_into(out, models, data, config, plans, options.workplace(display)):
+        for done in transfer_into(out, models, data, config, plans, options.execution(display)):
             display.say(_line(done))
     rows = json.loads((out / RESULTS).read_text(encoding="utf-8"))["rows"]
     if options.as_json:

@@ -13,6 +13,7 @@ from hetdpt.adapters.preprocessing import preprocessing_of
 from hetdpt.core.errors import DataError, TrainError
 from hetdpt.data.fixed_batches import ImageBatches
 from hetdpt.data.sources import Data
+from hetdpt.selection.select import StageProgress
 from hetdpt.store.checkpoints import CHECKPOINTS, Checkpoints
 from hetdpt.store.jobs import Finished, Guard, Result, Subject, Task, run_tasks
 from hetdpt.store.metrics import EPOCH, METRICS, Metrics
@@ -20,8 +21,6 @@ from hetdpt.training.processes import start
 from hetdpt.training.trainer import Progress
 
 CLAIMS = "claims"
-StageProgress = Callable[[str, int, int], None]
-"""Called with what is being done and (steps done, in all)."""
 
 
 @dataclass(frozen=True, kw_only=True)

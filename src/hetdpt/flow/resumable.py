@@ -20,7 +20,7 @@ from hetdpt.core.modules import clone
 from hetdpt.core.plan import Budget, Plan
 from hetdpt.data.sources import Data, open_data
 from hetdpt.export.saved import load, save
-from hetdpt.flow.execution import StageProgress, fitting_images
+from hetdpt.flow.execution import Execution, fitting_images
 from hetdpt.selection.importance import Picked
 from hetdpt.selection.select import SelectConfig, select
 from hetdpt.store.atomic import written
@@ -46,13 +46,11 @@ def recover_into(
     teacher: nn.Module | None,
     data: str | Data,
     config: RecoverConfig,
+    execution: Execution | None = None,
     *,
     plan: Plan | None = None,
     calibration: int = CALIBRATION,
     merges: bool = True,
-    device: str | None = None,
-    workers: int = 0,
-    minutes: float = 10.0,
     tensorboard: bool = False,
     watch: Callable[[Progress], None] | None = None,
 ) -> Iterator[Epoch]:
@@ -62,34 +60,35 @@ def recover_into(
     images, and the student they make is saved as ``start``. In the end there are saved models, merged unless
     ``merges`` is False: ``best``, ``last`` and, with a moving average, ``ema``.
     """
+    execution = execution or Execution()
     opened = data if isinstance(data, Data) else open_data(data)
-    processes = start(config.training.precision, device)
+    processes = start(config.training.precision, execution.device)
     if plan is not None:
         place_(clone(student), plan)  # a plan that does not fit raises before anything is written
     with processes.main_process_first():
         asked = {
             "student": fingerprint(student),
             "teacher": fingerprint(teacher) if teacher is not None else None,
-            **_asked(opened, workers, processes),
+            **_asked(opened, execution.workers, processes),
             **flat(asdict(config)),
         }
         if plan is not None:
             asked |= asked_plan(plan, calibration)
-        run = Run.open(directory, asked, minutes, has_board=tensorboard, is_first=processes.is_main_process)
+        run = Run.open(directory, asked, execution.minutes, has_board=tensorboard, is_first=processes.is_main_process)
     if run.summary is not None:
         return
     if plan is not None:
         with processes.main_process_first():  # the others load the model that it saved
             student = student.to(processes.device)
-            options = (opened, calibration, config.training.seed, workers)
+            options = (opened, calibration, config.training.seed, execution.workers)
             student = _start(run, asked, plan, lambda: remove_layers_(student, plan, *options))
     epochs = recover(
         student,
         teacher,
         opened,
         config,
-        device=device,
-        workers=workers,
+        device=execution.device,
+        workers=execution.workers,
         keeper=run.checkpoints,
         watch=partial(write_update, run, watch),
     )
@@ -103,30 +102,28 @@ def select_into(
     budget: Budget | int,
     method: str,
     config: SelectConfig,
+    execution: Execution | None = None,
     *,
     overwrite: bool = False,
-    device: str | None = None,
-    workers: int = 0,
-    minutes: float = 10.0,
-    progress: StageProgress | None = None,
     watch: Callable[[Picked], None] | None = None,
 ) -> Plan:
     """Choose layers and write the plan to ``file``; a search that was killed resumes from ``file.partial``."""
     if file.is_dir() or (file.exists() and not overwrite):
         raise FileError(f"{file} exists already; give another name, or --overwrite")
+    execution = execution or Execution()
     opened = data if isinstance(data, Data) else open_data(data)
-    processes = start(config.search.training.precision, device)
+    processes = start(config.search.training.precision, execution.device)
     asked = {
         "model": fingerprint(model),
-        **_asked(opened, workers, processes),
+        **_asked(opened, execution.workers, processes),
         "budget": asdict(budget) if isinstance(budget, Budget) else budget,
         "method": method,
         **asdict(config),
     }
     with processes.main_process_first():
-        run = Run.open(Path(f"{file}.partial"), asked, minutes, is_first=processes.is_main_process)
-    options: dict[str, Any] = {"device": device, "workers": workers}
-    options |= {"watch": watch, "progress": progress, "keeper": run.checkpoints}
+        run = Run.open(Path(f"{file}.partial"), asked, execution.minutes, is_first=processes.is_main_process)
+    options: dict[str, Any] = {"device": execution.device, "workers": execution.workers}
+    options |= {"watch": watch, "progress": execution.progress, "keeper": run.checkpoints}
     with run.alone() if processes.is_main_process else nullcontext():
         try:
             plan = select(model, opened, budget, method, config, **options)

@@ -390,9 +390,7 @@ class _TransferJob:
             None,
             self.data,
             self.config.training,
-            device=execution.device,
-            workers=execution.workers,
-            minutes=execution.minutes,
+            execution,
             watch=execution.watcher(f"{title}, fine-tuning"),
         )
         for _ in epochs:

@@ -239,11 +239,9 @@ class ComparisonJob:
             self.model,
             self.data,
             self.recovery.with_settings({"training.seed": cell.seed}),
+            execution,
             plan=plan,
             calibration=self.selection.images,
-            device=execution.device,
-            workers=execution.workers,
-            minutes=execution.minutes,
             watch=execution.watcher(f"{title}, fine-tuning"),
         )
         for _ in epochs:

@@ -68,12 +68,9 @@ class SelectStage(Stage[SelectResult]):
             budget,
             config.method,
             config.select_config,
+            context.execution,
             overwrite=True,
-            device=config.device,
-            workers=config.workers,
-            minutes=config.minutes,
             watch=watch,
-            progress=context.progress,
         )
         return SelectResult(config.method, plan, tuple(picks))
 
@@ -112,20 +109,18 @@ class RecoverStage(Stage[RecoverResult]):
     by_all = True
 
     def run(self, context: RunContext) -> RecoverResult:
-        config, updates = context.config, context.part("fine-tuning")
+        config = context.config
         epochs = recover_into(
             context.directory,
             load(context.work_of("narrow") / FOLDER) if config.plus else deepcopy(context.model),
             context.model,
             context.data,
             config.recovery,
+            context.execution,
             plan=None if config.plus else context.of(SelectResult).plan,
             calibration=config.images,
             merges=False,
-            device=config.device,
-            workers=config.workers,
-            minutes=config.minutes,
-            watch=lambda now: updates(now.update, now.updates),
+            watch=context.execution.watcher("fine-tuning"),
         )
         for epoch in epochs:
             context.note(_line(epoch), best=epoch.best)

@@ -165,18 +165,15 @@ def _try(context: RunContext, split: Split, held: Data) -> dict[str, Any]:
             plan = select(context.model, held, split.budget, BY, how, device=config.device, workers=config.workers)
         found = _narrow(context, plan, held)
         save(found.model.cpu(), folder / START, overwrite=True, notes={FOUND: json.dumps(_values(found))})
-    fine_tuning = f"{counted(split.layers, 'layer')} removed and width: fine-tuning"
     epochs = recover_into(
         folder / BRIEF,
         load(folder / START),
         context.model,
         held,
         config.collection,
+        context.execution,
         merges=False,
-        device=config.device,
-        workers=config.workers,
-        minutes=config.minutes,
-        watch=lambda now: context.progress(fine_tuning, now.update, now.updates),
+        watch=context.execution.watcher(f"{counted(split.layers, 'layer')} removed and width: fine-tuning"),
     )
     for _ in epochs:
         pass

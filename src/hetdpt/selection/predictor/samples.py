@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from copy import deepcopy
-from dataclasses import asdict, dataclass
-from typing import Any, Literal, get_args
+from dataclasses import dataclass
+from typing import Literal, get_args
 
 from torch import Tensor, nn
 
@@ -101,10 +101,6 @@ class EntropyPick:
     site: Site
     te: float
 
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> EntropyPick:
-        return cls(Site(**values["site"]), values["te"])
-
 
 @dataclass(frozen=True)
 class SampleStep:
@@ -129,16 +125,6 @@ class SampleStep:
     @property
     def sample(self) -> Sample:
         return Sample(self.budget, self.accuracy)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return it as plain JSON."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> SampleStep:
-        """Return the step that ``to_dict`` wrote as ``values``."""
-        picks = tuple(EntropyPick.from_dict(pick) for pick in values["picks"])
-        return cls(**{**values, "kinds": tuple(values["kinds"]), "picks": picks})
 
 
 def prune_next(
