@@ -78,9 +78,7 @@ def main() -> None:
     rows = [
         {
             "way": way,
-            **{
-                name: getattr(one, name) for name in ("pruned_accuracy", "images", "macs", "params", "budget", "ratios")
-            },
+            **{name: one.to_dict()[name] for name in ("pruned_accuracy", "images", "macs", "params", "budget", "ratios")},
             "speedup": asdict(speed.speedup[way]),
         }
         for way, one in found.items()

@@ -590,7 +590,7 @@ def _split(plan: Plan) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class CompareResult:
-    """The other methods that were asked for."""
+    """The other methods."""
 
     rows: tuple[ComparisonRow, ...]
     images: int

@@ -1,1 +1,1 @@
-"""The stages of a run, each from what was asked for to what it came to."""
+"""The stages of a run: what each does, and about how long that takes."""

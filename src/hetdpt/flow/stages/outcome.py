@@ -93,7 +93,7 @@ class MeasureStage(Stage[MeasureResult]):
 
 
 def final_model(context: RunContext) -> nn.Module:
-    """Return the pruned and merged model, its tokens reduced if that was asked for, on the dense model's device."""
+    """Return the pruned and merged model, with reduced tokens if the run has them, on the dense model's device."""
     last = "merge" if context.config.tokens is None else "reduce"
     return load(context.work_of(last) / FOLDER).to(context.device)
 
