@@ -75,12 +75,9 @@ def main() -> None:
     models = {"dense": open_model(options.model, weights=options.weights).eval()}
     models |= {way: hetdpt.load(folder_of(way, options.out) / "model") for way in found}
     speed = hetdpt.measure_throughput(models, batch=options.batch)
+    names = ("pruned_accuracy", "images", "macs", "params", "budget", "ratios")
     rows = [
-        {
-            "way": way,
-            **{name: one.to_dict()[name] for name in ("pruned_accuracy", "images", "macs", "params", "budget", "ratios")},
-            "speedup": asdict(speed.speedup[way]),
-        }
+        {"way": way, **{name: one.to_dict()[name] for name in names}, "speedup": asdict(speed.speedup[way])}
         for way, one in found.items()
     ]
     first, device = next(iter(found.values())), next(models["dense"].parameters()).device

@@ -234,7 +234,7 @@ class Split:
         return f"{self.budget.attention} attention + {self.budget.activation} activation"
 
 
-# The stages, in their order. ``brief`` is the result in one line, as ``hetdpt status`` shows it.
+# The stages, in their order. As text each is one line, as ``hetdpt status`` shows it.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -253,8 +253,7 @@ class AnalyseResult(Machine):
     macs: int
     prices: Prices
 
-    @property
-    def brief(self) -> str:
+    def __str__(self) -> str:
         return f"{percent(self.accuracy.top1)} of {self.accuracy.count} images, {self.blocks} blocks"
 
 
@@ -289,8 +288,7 @@ class CollectResult:
     measured_on: str
     """Which images."""
 
-    @property
-    def brief(self) -> str:
+    def __str__(self) -> str:
         return counted(len(self.samples), "sample")
 
 
@@ -316,8 +314,7 @@ class FitResult:
     """Predictions for every split."""
     warnings: tuple[str, ...] = ()
 
-    @property
-    def brief(self) -> str:
+    def __str__(self) -> str:
         return f"degree {self.degree}, wrong by {self.mae:.2f} points on average"
 
 
@@ -343,8 +340,7 @@ class AllocateResult:
         """The other rows of the table that the best cannot be told from."""
         return tuple(row for row in self.table if row.is_tied and row.budget != self.budget)
 
-    @property
-    def brief(self) -> str:
+    def __str__(self) -> str:
         return f"{self.budget.attention} attention + {self.budget.activation} activation"
 
 
@@ -385,8 +381,7 @@ class BalanceResult:
         """The index of the chosen candidate."""
         return [one.budget for one in self.candidates].index(self.budget)
 
-    @property
-    def brief(self) -> str:
+    def __str__(self) -> str:
         accuracy, budget = percent(self.candidates[self.chosen].accuracy), self.budget
         return f"{budget.attention} attention + {budget.activation} activation, then width: {accuracy}"
 
@@ -409,8 +404,7 @@ class SelectResult:
     picks: tuple[ChosenLayer, ...] = ()
     """In the order in which they were chosen."""
 
-    @property
-    def brief(self) -> str:
+    def __str__(self) -> str:
         blocks = {kind: getattr(self.plan, kind) for kind in KINDS}
         return ", ".join(f"{kind} {' '.join(map(str, of))}" for kind, of in blocks.items() if of) or "no layers"
 
@@ -426,8 +420,7 @@ class NarrowResult:
     tried: int
     speedup: float | None = None
 
-    @property
-    def brief(self) -> str:
+    def __str__(self) -> str:
         return f"less {widths(self.ratios)}; {amount(self.macs)} MACs, {amount(self.params)} parameters"
 
 
@@ -464,8 +457,7 @@ class RecoverResult:
     unreadable: tuple[str, ...] = ()
     """Files that could not be read."""
 
-    @property
-    def brief(self) -> str:
+    def __str__(self) -> str:
         after = f"{percent(self.last)} after {counted(self.epochs[-1].number, 'epoch')}"
         return f"{percent(self.start)} before, {after}, best {percent(self.best)}"
 
@@ -478,8 +470,7 @@ class MergeResult:
     difference: float
     plan: Plan = field(default_factory=Plan)
 
-    @property
-    def brief(self) -> str:
+    def __str__(self) -> str:
         return f"{counted(self.merged, 'FFN')} merged"
 
 
@@ -489,8 +480,7 @@ class ReduceResult:
 
     tokens: Tokens
 
-    @property
-    def brief(self) -> str:
+    def __str__(self) -> str:
         return fewer_tokens(self.tokens)
 
 
@@ -519,8 +509,7 @@ class MeasureResult(Machine):
     breakdown: dict[str, dict[str, float]] = field(default_factory=dict)
     """Milliseconds of a batch by kind of layer, of ``dense`` and ``pruned``."""
 
-    @property
-    def brief(self) -> str:
+    def __str__(self) -> str:
         accuracy, speedup = percent(self.pruned.accuracy.top1), times(self.speedup.value)
         return f"{accuracy}, {speedup} ({machine(self, self.batch)})"
 
@@ -536,8 +525,7 @@ class SaveResult:
     files: dict[str, str | None] = field(default_factory=dict)
     """What was written to the run directory: a checksum, or None for a folder."""
 
-    @property
-    def brief(self) -> str:
+    def __str__(self) -> str:
         return ", ".join((self.model, *self.exports))
 
 
@@ -598,8 +586,7 @@ class CompareResult:
     """On which device, in which dtype and batch."""
     warnings: tuple[str, ...] = ()
 
-    @property
-    def brief(self) -> str:
+    def __str__(self) -> str:
         return ", ".join(f"{row.method} {percent(row.accuracy)}" for row in self.rows)
 
 

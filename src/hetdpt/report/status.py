@@ -59,7 +59,7 @@ def read_status(run: Path) -> RunStatus:
 
 def _begun(stage: StageRecord, result: object, is_running: bool) -> StageStatus:
     if stage.is_done:
-        return StageStatus(stage.name, "done", stage.seconds, getattr(result, "brief", ""))
+        return StageStatus(stage.name, "done", stage.seconds, str(result or ""))
     now = stage.now
     return StageStatus(stage.name, "running" if is_running else "interrupted", now.get("seconds"), _how_far(now))
 
