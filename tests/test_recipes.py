@@ -202,10 +202,10 @@ def test_quick_is_light() -> None:
     [("deit_smal_imagenet", "deit_small_imagenet"), ("cifar10", "cifar100"), ("dinov2_giant", "dinov2_giant_cifar100")],
 )
 def test_an_unknown_name_is_answered_with_the_nearest(name: str, nearest: str) -> None:
-    with pytest.raises(TrainError, match=f"^there is no recipe '{name}'; did you mean {nearest}\\? There are quick, "):
+    with pytest.raises(TrainError, match=f"^there is no recipe '{name}'; did you mean {nearest}\\? Available: quick, "):
         recipe(name)
 
 
 def test_a_name_near_to_nothing_is_answered_too() -> None:
-    with pytest.raises(TrainError, match="There are quick, brief, search, deit_small_imagenet, .*_giant_cifar100$"):
+    with pytest.raises(TrainError, match="Available: quick, brief, search, deit_small_imagenet, .*_giant_cifar100$"):
         recipe("")

@@ -45,7 +45,7 @@ def collect(options: CollectOptions) -> None:
     data, network = options.open_data(), options.open_model(fine_tuning.training.seed)
     found: list[SampleDone] = []
     with options.live() as display:
-        place = options.execution(display, options.batch)
+        place = options.execution(display, batch=options.batch)
         for done in collect_into(options.out, network, data, config, place, chain=options.chain):  # type: ignore[arg-type]
             found.append(done)
             display.say(_line(done))

@@ -76,7 +76,7 @@ def compare(options: CompareOptions) -> None:
     config, out = options.config, options.out
     data, network = options.open_data(), options.open_model(config.recovery.training.seed)
     with options.live() as display:
-        place = options.execution(display, options.batch)
+        place = options.execution(display, batch=options.batch)
         samples = read_samples(options.samples, network) if options.samples else None
         for done in compare_into(out, network, data, config, place, samples=samples):
             display.say(_line(done))

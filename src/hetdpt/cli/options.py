@@ -248,25 +248,20 @@ class WorkerOptions(DeviceOptions, panel="Device"):
     def worker_count(self) -> int:
         return workers_of(self.workers)
 
+    def execution(self, display: Display, **more: Any) -> Execution:
+        """Return how this process works: its device, the processes that read images, and what it tells."""
+        from hetdpt.flow.execution import Execution
+
+        return Execution(device=self.device, workers=self.worker_count, progress=display.step, **more)
+
 
 class WorkOptions(WorkerOptions, panel="Device"):
     """On what a command runs that trains, and how often it keeps its state."""
 
-    minutes: Any = option("RunConfig.minutes", flag="--checkpoint-minutes", least=0)
+    minutes: Any = option("RunConfig.minutes", flag="--checkpoint-minutes", least=0, default=10.0)
 
-    def execution(self, display: Display, batch: int | None = None) -> Execution:
-        """Return how this process works."""
-        return execution(self, display, self.minutes, batch)
-
-
-def execution(
-    options: WorkerOptions, display: Display, minutes: float | None = None, batch: int | None = None
-) -> Execution:
-    """Return how this process works: its device, the processes that read images, and what it tells."""
-    from hetdpt.flow.execution import Execution
-
-    more = {} if minutes is None else {"minutes": minutes}
-    return Execution(device=options.device, workers=options.worker_count, batch=batch, progress=display.step, **more)
+    def execution(self, display: Display, **more: Any) -> Execution:
+        return super().execution(display, minutes=self.minutes, **more)
 
 
 def read_plan(name: str) -> Plan:

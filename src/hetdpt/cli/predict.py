@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from hetdpt.cli.command import goal_options, option
-from hetdpt.cli.options import ModelOptions, OutputOptions, OverwriteOptions, WorkerOptions, execution
+from hetdpt.cli.options import ModelOptions, OutputOptions, OverwriteOptions, WorkerOptions
 from hetdpt.cli.prediction import PREDICT, SHOWN, Prediction, print_prediction, write_prediction
 from hetdpt.cli.show import print_json
 from hetdpt.core.errors import PredictError
@@ -112,7 +112,7 @@ def _recheck(options: PredictOptions, allocation: Allocation) -> Allocation:
     found: list[Sample] = []
     speeds: dict[Budget, float | None] = {}
     with options.live() as display:
-        for done in recheck_into(options.samples, budgets, data, execution(options, display), epochs=options.epochs):
+        for done in recheck_into(options.samples, budgets, data, options.execution(display), epochs=options.epochs):
             step = done.result
             found.append(step.sample)
             speeds[step.budget] = step.speedup

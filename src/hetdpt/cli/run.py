@@ -91,6 +91,7 @@ class RunOptions(
     """Repeat this stage and all that follow it."""
     until: str | None = None
     """Stop after this stage."""
+    minutes: Any = option("RunConfig.minutes", flag="--checkpoint-minutes", least=0, panel="Device")
     batch: Any = option("RunConfig.batch", least=1, panel="Device")
 
     @property

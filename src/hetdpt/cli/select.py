@@ -78,17 +78,8 @@ def select(options: SelectOptions) -> None:
             found.append(picked)
             display.say(f"{len(found)}: remove {picked.site.kind} {picked.site.block} (score {picked.score:.4g})")
 
-        plan = select_into(
-            options.out,
-            network,
-            data,
-            budget,
-            method,
-            config,
-            options.execution(display),
-            overwrite=options.overwrite,
-            watch=watch,
-        )
+        words: dict[str, Any] = {"overwrite": options.overwrite, "watch": watch}
+        plan = select_into(options.out, network, data, budget, method, config, options.execution(display), **words)
     if not is_first_process():
         return
     if options.as_json:

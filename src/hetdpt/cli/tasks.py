@@ -21,7 +21,6 @@ from hetdpt.cli.options import (
     with_removal,
 )
 from hetdpt.cli.show import epoch_line, is_first_process, print_json, print_summary, score_line, warn_of
-from hetdpt.cli.training import loop_of
 from hetdpt.core.errors import FileError, ModelError, TrainError
 
 if TYPE_CHECKING:
@@ -91,7 +90,8 @@ def train(options: LearnOptions, task: str) -> None:
     plan = with_removal(read_plan(options.plan), options.removal, "calibrated") if options.plan else None
     data = task_called(task).open(options.data)
     network, was_done = options.open_model(config.training.seed), (out / SUMMARY).is_file()
-    place = {**loop_of(options), "plan": plan, "calibration": options.calibration_images}
+    place = {name: getattr(options, name) for name in ("device", "minutes", "tensorboard")}
+    place |= {"workers": options.worker_count, "plan": plan, "calibration": options.calibration_images}
     with options.live() as display:
         for learned in learn_into(out, network, data, config, watch=display.training, **place):
             display.say(epoch_line(learned.epoch, task_called(task).metric))

@@ -10,7 +10,7 @@ import click
 
 from hetdpt.cli.command import option
 from hetdpt.cli.live import Display
-from hetdpt.cli.options import ModelOptions, OutputOptions, OverwriteOptions, PlaceOptions, WorkerOptions, execution
+from hetdpt.cli.options import ModelOptions, OutputOptions, OverwriteOptions, PlaceOptions, WorkerOptions
 from hetdpt.cli.show import by_others, print_, print_json, table
 from hetdpt.core.errors import MeasureError
 from hetdpt.core.format import amount, estimate, percent, times
@@ -99,7 +99,7 @@ def _measure(
     """Return the rows of the table, as plain values."""
     from hetdpt.studies.tokens import RESULTS, measure_tokens, tokens_into
 
-    place = execution(options, display)
+    place = options.execution(display)
     if not options.is_study:
         return [row.to_dict() for row in measure_tokens(models, data, config, place)]
     assert options.out is not None

@@ -98,15 +98,19 @@ class RecoverOptions(TrainOptions):
 
 def recover(options: RecoverOptions) -> None:
     """Fine-tune a pruned model with the dense model as its teacher, then merge and save it."""
-    from hetdpt.export.saved import saved_directory
+    from hetdpt.core.randomness import seeded
+    from hetdpt.export.saved import open_model, saved_directory
     from hetdpt.flow.resumable import CALIBRATION
 
     config = options.recovery({"augmentation.fixed_views": True} if options.cache_teacher else None)
     if options.teacher_weights is not None and options.teacher is None:
         raise TrainError("--teacher-weights needs a teacher; add --teacher MODEL")
-    sizes = {**options.source, "weights": None}
     is_saved = saved_directory(options.model) is not None  # so that it has sizes, and the options are the teacher's
-    network, dense = _open_pair(options, {} if is_saved and options.teacher else sizes, sizes, config.training.seed)
+    own = {"weights": options.weights} if is_saved and options.teacher else options.source
+    taught = {**options.source, "weights": options.teacher_weights}
+    with seeded(config.training.seed):
+        network = open_model(options.model, **own)
+        dense = open_model(options.teacher, **taught) if options.teacher else None
     plan = read_plan(options.plan) if options.plan is not None else None
     if plan is None and options.removal is not None:
         raise TrainError("--removal says what replaces the layers of a plan; add --plan")
@@ -116,20 +120,6 @@ def recover(options: RecoverOptions) -> None:
     if dense is None and config.distillation.kind != "none":
         raise TrainError("the student needs a teacher; give --teacher MODEL, or --distill none")
     _recover(options, config, network, dense, plan, options.calibration_images or CALIBRATION)
-
-
-def _open_pair(
-    options: RecoverOptions, own: dict[str, Any], sizes: dict[str, Any], seed: int
-) -> tuple[nn.Module, nn.Module | None]:
-    """Return the student and the teacher, if one is given."""
-    from hetdpt.core.randomness import seeded
-    from hetdpt.export.saved import open_model
-
-    with seeded(seed):
-        network = open_model(options.model, **{**own, "weights": options.weights})
-        if options.teacher is None:
-            return network, None
-        return network, open_model(options.teacher, **{**sizes, "weights": options.teacher_weights})
 
 
 def _recover(
@@ -158,12 +148,6 @@ def _recover(
                 is_resumed = False
             display.say(epoch_line(epoch))
     print_summary(out, "accuracy", was_done, options.as_json)
-
-
-def loop_of(options: Any) -> dict[str, Any]:
-    """Return where a training runs and what it keeps, as the functions that train into a directory take it."""
-    minutes = {} if options.minutes is None else {"minutes": options.minutes}
-    return {"device": options.device, "workers": options.worker_count, "tensorboard": options.tensorboard, **minutes}
 
 
 def recipes() -> None:

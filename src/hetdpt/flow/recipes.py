@@ -1,4 +1,4 @@
-"""Settings that are ready to use, as functions. No logic here, and no number without its source.
+"""Ready-made settings, as functions. No logic here, and no number without its source.
 
 An accuracy is one that the paper prints. What the paper and its release leave out is called "not printed"; then the
 default of the stage's config is used.
@@ -25,20 +25,20 @@ DEIT_EPOCHS = f"{EPOCHS} (400 are printed for the figure that compares with remo
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """Settings of a recovery and of what comes before it, with what they are for and what to expect of them."""
+    """Settings of a recovery and of the stages before it, what they are for, and the accuracy to expect."""
 
     config: RecoverConfig
-    """What to give to ``recover``."""
+    """Settings of the final fine-tuning."""
     collection: RecoverConfig
-    """The brief fine-tuning of each sample of accuracy."""
+    """Settings of the brief fine-tuning of each sample of accuracy."""
     search: RecoverConfig
-    """How weights train while importances are learned."""
+    """Settings of the training that learns importances."""
     model: str
     """The dense model, by its name in timm: the student before pruning, and the teacher."""
     data: str
     """What to give as DATA, or a description of the folder."""
     plan: str | None
-    """The paper's plan that the accuracy belongs to; None where the paper does not print which layers went."""
+    """The paper's plan that the accuracy belongs to; None where the paper does not print the removed layers."""
     processes: int
     """How many processes ``config`` is meant for, one for each GPU."""
     accuracy: str
@@ -48,7 +48,7 @@ class Recipe:
     hardware: str
     """On which machine."""
     removal: str = "plain"
-    """How the student begins where the plan does not say: ``plain`` as in the paper."""
+    """What replaces removed layers if the plan does not say: ``plain`` as in the paper."""
     candidates: Literal["all", "te"] = "te"
     """As in ``SelectConfig``; ``te`` as in the paper."""
     explores: bool = False
@@ -72,7 +72,7 @@ def quick() -> Recipe:
         plan=None,
         processes=1,
         accuracy="not printed: these settings are ours, and the accuracy depends on the model, the plan and the data",
-        hours="not printed, being ours; 0.09 for two epochs of 3,000 images with ViT-Tiny on two CPU cores (measured)",
+        hours="not printed (ours); 0.09 for two epochs of 3,000 images with ViT-Tiny on two CPU cores (measured)",
         hardware="one GPU, or a CPU",
         removal="calibrated",
         candidates="all",
@@ -81,18 +81,18 @@ def quick() -> Recipe:
 
 
 def brief() -> Recipe:
-    """Return ``quick`` for what has lost one layer only, as a step of ``hetdpt collect``: one epoch, small steps.
+    """Return ``quick`` for a model without one more layer, as a step of ``hetdpt collect``: one epoch, small steps.
 
-    What is there has to be kept more than anything has to be learnt, hence a quarter of the learning rate.
+    Keeping what the model knows matters more than learning, hence a quarter of the learning rate.
     """
     row = quick()
-    hours = "not printed, being ours; minutes for each step of hetdpt collect with ViT-Tiny and 2,000 images on a CPU"
+    hours = "not printed (ours); minutes for each step of hetdpt collect with ViT-Tiny and 2,000 images on a CPU"
     return replace(row, config=row.collection, hours=hours)
 
 
 def search() -> Recipe:
     """Return how weights train in a short search for layers: gently, on light views; ours, not the paper's."""
-    hours = "not printed, being ours; minutes for ViT-Tiny and 2,000 images on a CPU"
+    hours = "not printed (ours); minutes for ViT-Tiny and 2,000 images on a CPU"
     row = quick()
     return replace(row, config=row.search, hours=hours)
 
@@ -114,7 +114,7 @@ def deit_small_imagenet() -> Recipe:
         plan="paper/deit_small-8",
         processes=8,
         accuracy="79.7 % on ImageNet-1k, printed in the paper's tables (79.6 % in its text); dense DeiT-S 79.8 %",
-        hours=f"not printed; about 7 if time goes with MACs (our estimate from DeiT-B's 28); {DEIT_EPOCHS}",
+        hours=f"not printed; about 7 if time scales with MACs (our estimate from DeiT-B's 28); {DEIT_EPOCHS}",
         hardware=EIGHT,
     )
 
@@ -155,7 +155,7 @@ def swin_small_imagenet() -> Recipe:
         processes=8,
         accuracy="82.4 % on ImageNet-1k without 10 layers, printed in the paper's tables; which layers is not printed; "
         "dense Swin-S 83.2 %",
-        hours=f"not printed; about 14 if time goes with MACs (our estimate from DeiT-B's 28); {EPOCHS}",
+        hours=f"not printed; about 14 if time scales with MACs (our estimate from DeiT-B's 28); {EPOCHS}",
         hardware=EIGHT,
     )
 
@@ -174,9 +174,9 @@ def swin_base_imagenet() -> Recipe:
         data=IMAGENET,
         plan=None,
         processes=8,
-        accuracy="82.9 % on ImageNet-1k at 9.8 G MACs, printed in the paper's tables; how many and which layers went "
-        "is not printed; dense Swin-B 83.5 %",
-        hours=f"not printed; about 25 if time goes with MACs (our estimate from DeiT-B's 28); {EPOCHS}",
+        accuracy="82.9 % on ImageNet-1k at 9.8 G MACs, printed in the paper's tables; how many and which layers "
+        "were removed is not printed; dense Swin-B 83.5 %",
+        hours=f"not printed; about 25 if time scales with MACs (our estimate from DeiT-B's 28); {EPOCHS}",
         hardware=EIGHT,
     )
 
@@ -239,7 +239,7 @@ def dinov2_giant_cifar100() -> Recipe:
     """Return the paper's CIFAR-100 settings for DINOv2-giant, the one dataset on which the paper has it; under FSDP.
 
     Build it with ``img_size=224`` and ``num_classes=100``; its new head has to be trained before it can teach. FSDP
-    keeps no moving average of weights. What ``cifar100`` says of momentum, weight decay and a teacher holds here too.
+    keeps no moving average of weights. For momentum, weight decay and a teacher see ``cifar100``.
     """
     settings = {"training.ema_decay": 0.0, "training.batch_size": 48, "training.accumulate": 8}
     config = cifar100().config.with_settings(settings)
@@ -298,5 +298,5 @@ def recipe(name: str) -> Recipe:
     """
     if name not in RECIPES:
         (nearest,) = difflib.get_close_matches(name, RECIPES, 1, cutoff=0)
-        raise TrainError(f"there is no recipe {name!r}; did you mean {nearest}? There are {', '.join(RECIPES)}")
+        raise TrainError(f"there is no recipe {name!r}; did you mean {nearest}? Available: {', '.join(RECIPES)}")
     return RECIPES[name]()
