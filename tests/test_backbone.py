@@ -283,7 +283,7 @@ class TestSize:
         hetdpt.reduce_tokens_(model, hetdpt.Tokens("tome", 2))
         with pytest.raises(ModelError, match=r"reduces its tokens, .* call restore_tokens_"):
             resize_(model, 64)
-        with pytest.raises(ModelError, match="forward_intermediates makes images of all tokens"):
+        with pytest.raises(ModelError, match="forward_intermediates reshapes all tokens"):
             Backbone(model)
         hetdpt.restore_tokens_(model)
         calibrate_(model, Plan((0,), (), removal=("position", "identity")), [VIT.images(8)])

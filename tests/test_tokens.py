@@ -45,15 +45,15 @@ SLOW += ["hf Dinov2 SwiGLU"]
 REDUCED = [*QUICK, *(pytest.param(label, marks=pytest.mark.slow) for label in SLOW)]
 DYNAMIC = {"depth": 2, "embed_dim": 48, "num_heads": 3, "img_size": 32, "patch_size": 8, "dynamic_img_size": True}
 REFUSED = {
-    "swin_tiny_patch4_window7_224": "blocks are all given a row of as many tokens",
-    "hf SwinForImageClassification": "blocks are all given a row of as many tokens",
-    "samvit_base_patch16_224": "blocks are all given a row of as many tokens",
-    "eva02_tiny_patch14_224": "blocks.0 cannot reduce tokens: it is given more than them",
-    "hf DINOv3ViTModel": "model.layer.0 cannot reduce tokens: it is given more than them",
+    "swin_tiny_patch4_window7_224": "blocks all get as many tokens",
+    "hf SwinForImageClassification": "blocks all get as many tokens",
+    "samvit_base_patch16_224": "blocks all get as many tokens",
+    "eva02_tiny_patch14_224": "blocks.0 cannot reduce tokens: it takes other inputs too",
+    "hf DINOv3ViTModel": "model.layer.0 cannot reduce tokens: it takes other inputs too",
     "beit_base_patch16_224": "its attention has a bias or a mask",
     "convit_tiny": "no call of torch's scaled_dot_product_attention",
     "xcit_nano_12_p8_224": "not x \\+ attention, then x \\+ FFN and nothing more",
-    "naflexvit_base_patch16_gap": "the 20 tokens of NaFlexVit were expected to be those of the patches",
+    "naflexvit_base_patch16_gap": "expected the 20 tokens of NaFlexVit to be the patches",
 }
 
 
@@ -312,8 +312,8 @@ def test_images_of_another_size(images: Tensor) -> None:
     assert lengths(model, wide) == [30, 27]
     restore_tokens_(model)
     reduce_tokens_(model, Tokens("gtp", 3))
-    assert "gtp: 3 go, alpha=0.2, neighbours=8, sparsity=1.0" in str(model)
-    with pytest.raises(ModelError, match="gtp was to reduce the tokens of 4 x 4 patches, but there are 32"):
+    assert "gtp: 3 removed, alpha=0.2, neighbours=8, sparsity=1.0" in str(model)
+    with pytest.raises(ModelError, match="gtp expected the tokens of 4 x 4 patches, but got 32"):
         model(wide)
 
 
@@ -381,7 +381,7 @@ def test_places_are_filled_behind_blocks_without_attention() -> None:
     reduce_tokens_(model, Tokens("tome", 3))
     assert lengths(model, family.images()) == [17, 14, 20]
     assert [step.count for step in steps_of(model)] == [3, 3, 0]
-    assert "then all in their places" in str(model)
+    assert "then all positions restored" in str(model)
 
 
 def test_what_was_done_before_may_forbid_it(model: nn.Module) -> None:
@@ -414,7 +414,7 @@ def test_maps_of_tokens_that_are_gone_are_refused(model: nn.Module, images: Tens
     before = tensors_in(getattr(model, name)(images))
     reduce_tokens_(model, Tokens("tome", 4))
     for reduced in (model, deepcopy(model)):
-        with pytest.raises(ModelError, match=f"^{name} makes images of all tokens .* call restore_tokens_"):
+        with pytest.raises(ModelError, match=f"^{name} reshapes all tokens .* call restore_tokens_"):
             getattr(reduced, name)(images)
     restore_tokens_(model)
     assert are_equal(tensors_in(getattr(model, name)(images)), before)
@@ -429,7 +429,7 @@ def test_a_backbone_gives_maps_of_its_last_block_alone() -> None:
 
     reduce_tokens_(backbone("stage3"), Tokens("tome", 4), (3, 32, 32))
     model = backbone("stage2", "stage3")
-    with pytest.raises(ModelError, match="answers with what blocks before the last one give, which would be "):
+    with pytest.raises(ModelError, match="returns outputs of blocks before the last one, whose shapes would be "):
         reduce_tokens_(model, Tokens("tome", 4), (3, 32, 32))
     assert not steps_of(model)
 

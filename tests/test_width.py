@@ -230,7 +230,7 @@ def test_a_wrapped_model_is_told_its_image_size(model: nn.Module, images: Tensor
 def test_sizes_that_do_not_fit_are_refused_before_anything_changes() -> None:
     model = named("naflexvit_base_patch16_gap").build()
     before = deepcopy(model.state_dict())
-    with pytest.raises(ModelError, match="does not run with the sizes asked for"):
+    with pytest.raises(ModelError, match="does not run with these sizes"):
         narrow_(model, ALL, PLAIN)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
@@ -622,7 +622,7 @@ def test_doctored_widths_are_refused(model: nn.Module) -> None:
     good = widths_of(narrow_(model, ALL, PLAIN), wide)
     assert Widths.from_dict(asdict(good)) == good
     for shapes, attributes, text in (
-        ([("head.weight", (10, 1 << 40))], [], "head.weight is .* but in the model they are for it is"),
+        ([("head.weight", (10, 1 << 40))], [], "head.weight is .* but in the original model it is"),
         ([("head.weight", (10,))], [], "head.weight"),
         ([("head.weight", (10, 0))], [], "head.weight"),
         ([("nothing.weight", (1, 1))], [], "is not there"),
@@ -646,8 +646,8 @@ def heads_of(widths: dict[str, Any], heads: int) -> dict[str, Any]:
 
 DOCTORED: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "heads too many": (lambda w: heads_of(w, 100), r"attn.num_heads is 100"),
-    "heads of other layers": (lambda w: heads_of(w, 1), "the widths do not fit together"),
-    "no attributes": (lambda w: {**w, "attributes": []}, "the widths do not fit together"),
+    "heads of other layers": (lambda w: heads_of(w, 1), "the widths are inconsistent"),
+    "no attributes": (lambda w: {**w, "attributes": []}, "the widths are inconsistent"),
     "no shapes": (lambda w: {**w, "shapes": []}, "the widths say the stream is 36"),
     "shape infinite": (lambda w: {**w, "shapes": [["head.weight", [inf, 1]]]}, "no recipe"),
     "shape not whole": (lambda w: {**w, "shapes": [["head.weight", [10.0, 36]]]}, "no recipe"),

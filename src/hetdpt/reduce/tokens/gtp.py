@@ -1,4 +1,4 @@
-"""GTP: tokens that matter least are added to their neighbours (Xu et al., GTP-ViT, 2024). No model is known here."""
+"""GTP: the least important tokens are added to their neighbours (Xu et al., GTP-ViT, 2024). No model is known here."""
 
 from __future__ import annotations
 
@@ -14,49 +14,49 @@ from hetdpt.reduce.tokens.stream import AttentionRecord, TokenStream, destinatio
 
 
 def propagate(stream: TokenStream, seen: AttentionRecord, count: int, tokens: Tokens) -> TokenStream:
-    """Return the stream with ``count`` tokens fewer; what is left takes in what it is linked to.
+    """Return the stream with ``count`` tokens removed, which are propagated to the kept ones they are linked to.
 
-    X' = X_k + alpha A_kp X_p with k the tokens that are kept, p those that go and A the graph of ``links``, made once,
-    of the tokens that the first of these blocks is given; the paper's code does it so. Sizes follow the same formula,
-    and their logarithm is added to attention as in ToMe; they do not sum to the number of patches. Our own choice:
-    where somebody asks what is in the place of a token that went, it is the kept token with the strongest edge to it
-    or, where no edge is left, the one with the most similar key.
+    X' = X_k + alpha A_kp X_p with k the tokens that are kept, p those that are removed and A the graph of ``links``,
+    built once, from the tokens that the first of these blocks gets; the paper's code does it so. Sizes follow the same
+    formula, and their logarithm is added to attention as in ToMe; they do not sum to the number of patches. Our own
+    choice: the position of a removed token is taken by the kept token with the strongest edge to it or, if no edge is
+    left, the one with the most similar key.
     """
     assert seen.map is not None
-    kept, going = rank(seen.map, stream.protected, count)
+    kept, removed = rank(seen.map, stream.protected, count)
     graph = stream.graph
     if graph is None:
         graph = links(seen.given[:, stream.protected :], stream.grid, tokens.neighbours)
     of_kept = rows(graph, kept)  # (B, k, n)
-    edges = _columns(of_kept, going)  # (B, k, p)
+    edges = _columns(of_kept, removed)  # (B, k, p)
     safe, patches = stream.tokens.split([stream.protected, graph.shape[1]], 1)
-    taken = edges.to(patches.dtype) @ rows(patches, going)
+    taken = edges.to(patches.dtype) @ rows(patches, removed)
     safe_sizes, sizes = stream.weights.split([stream.protected, graph.shape[1]], 1)
-    taken_sizes = (edges.to(sizes.dtype) @ sizes.gather(1, going)[..., None]).squeeze(-1)
+    taken_sizes = (edges.to(sizes.dtype) @ sizes.gather(1, removed)[..., None]).squeeze(-1)
     return replace(
         stream,
         tokens=torch.cat([safe, rows(patches, kept) + tokens.alpha * taken], 1),
         sizes=torch.cat([safe_sizes, sizes.gather(1, kept) + tokens.alpha * taken_sizes], 1),
-        places=stream.moved(_ends(stream, seen, kept, going, edges)) if stream.places is not None else None,
+        places=stream.moved(_ends(stream, seen, kept, removed, edges)) if stream.places is not None else None,
         graph=_columns(of_kept, kept),
     )
 
 
 @torch.no_grad()
 def rank(attention: Tensor, protected: int, count: int) -> tuple[Tensor, Tensor]:
-    """Return which tokens are kept, in their order, and which ``count`` go, by the map ``attention`` (B, heads, n, n).
+    """Return which tokens are kept, in order, and which ``count`` removed, by the map ``attention`` (B, heads, n, n).
 
-    A token is worth gamma psi: gamma, how hard it is to make again from others, is what it looks at itself, a_ii;
-    psi, how much it tells others, is the sum of a_ji over j; each is the largest over heads, as in the paper's code.
-    The map is the whole one, before it is made sparse, where most tokens of some heads would be worth 0 alike.
-    Numbers are counted without the ``protected`` tokens, which are not ranked, but look at others too.
+    The score of a token is gamma psi: gamma = a_ii, how hard it is to reconstruct from others; psi = sum over j of
+    a_ji, how much others attend to it; each is the maximum over heads, as in the paper's code. The map is the full one:
+    in the sparse one most tokens of some heads would have the score 0. Indices are counted without the ``protected``
+    tokens, which are not ranked, but attend to others too.
     """
     gamma = attention.diagonal(dim1=-2, dim2=-1).amax(1)  # (B, n)
     psi = attention.sum(-2).amax(1)
     worth = (gamma * psi)[:, protected:]
     n = worth.shape[1]
-    kept, going = worth.topk(n).indices.split([n - count, count], 1)
-    return kept.sort(dim=-1).values, going
+    kept, removed = worth.topk(n).indices.split([n - count, count], 1)
+    return kept.sort(dim=-1).values, removed
 
 
 @torch.no_grad()
@@ -67,7 +67,7 @@ def links(patches: Tensor, grid: tuple[int, int], neighbours: int) -> Tensor:
     """
     if patches.shape[1] != grid[0] * grid[1]:
         raise ModelError(
-            f"gtp was to reduce the tokens of {grid[0]} x {grid[1]} patches, but there are {patches.shape[1]}; "
+            f"gtp expected the tokens of {grid[0]} x {grid[1]} patches, but got {patches.shape[1]}; "
             "give images of the size the model was prepared for, or use tome"
         )
     alike = F.normalize(patches.float(), dim=-1)
@@ -80,7 +80,7 @@ def links(patches: Tensor, grid: tuple[int, int], neighbours: int) -> Tensor:
 
 
 def beside(grid: tuple[int, int]) -> Tensor:
-    """Return 1 for every two patches (n, n) of a grid that touch, be it at a corner, and 0 for others.
+    """Return 1 for all pairs of patches (n, n) of a grid that touch, also at a corner, and 0 for others.
 
     >>> beside((1, 3)).int().tolist()
     [[0, 1, 0], [1, 0, 1], [0, 1, 0]]
@@ -91,15 +91,15 @@ def beside(grid: tuple[int, int]) -> Tensor:
 
 
 def _columns(table: Tensor, numbers: Tensor) -> Tensor:
-    """Return the columns (B, m, k) of ``table`` (B, m, n) that have these ``numbers`` (B, k)."""
+    """Return the columns (B, m, k) of ``table`` (B, m, n) with these ``numbers`` (B, k)."""
     return rows(table.mT, numbers).mT
 
 
-def _ends(stream: TokenStream, seen: AttentionRecord, kept: Tensor, going: Tensor, edges: Tensor) -> Tensor:
-    """Return where each token (B, n) is afterwards."""
+def _ends(stream: TokenStream, seen: AttentionRecord, kept: Tensor, removed: Tensor, edges: Tensor) -> Tensor:
+    """Return the new index of each token (B, n)."""
     keys = F.normalize(seen.keys.mean(1)[:, stream.protected :].detach().float(), dim=-1)
-    similar = rows(keys, kept) @ rows(keys, going).mT  # (B, k, p)
+    similar = rows(keys, kept) @ rows(keys, removed).mT  # (B, k, p)
     has_edge = (edges > 0).any(1, keepdim=True)
     nearest = torch.where(has_edge, edges, similar).argmax(1)  # (B, p), a number among the kept
-    gone, into = stream.protected + going, stream.protected + kept.gather(1, nearest)
-    return destinations(gone, into, stream.tokens.shape[1])
+    sources, into = stream.protected + removed, stream.protected + kept.gather(1, nearest)
+    return destinations(sources, into, stream.tokens.shape[1])

@@ -1,8 +1,8 @@
-"""A block of a model that reduces tokens, as it runs.
+"""The forward pass of a block that reduces tokens.
 
-A block x + attention, then x + FFN runs in two halves, each the block itself without the other branch, and between
-them tokens go. No ``forward`` is copied, no path changes: keys are seen where attention calls torch's fused operator.
-What is known of the tokens lives for one forward pass, in the thread that runs it, and not on the model.
+A block x + attention, then x + FFN runs in two halves, each the block itself without the other branch, and tokens are
+removed between them. No ``forward`` is copied, no path changes: keys are read where attention calls torch's fused
+operator. The state of the tokens exists for one forward pass, in the thread that runs it, and not on the model.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from hetdpt.reduce.tokens.layout import TokenLayout, tensors_in
 from hetdpt.reduce.tokens.stream import AttentionRecord, TokenMethod, TokenStream
 
 STEP = "tokens"
-"""The name that a block knows its ``TokenStep`` by."""
-StandIns = tuple[tuple[str, nn.Module], ...]
+"""The name of a block's ``TokenStep``."""
+Replacements = tuple[tuple[str, nn.Module], ...]
 
 
 class TokenStep(nn.Module):
-    """What one block does with its tokens; a child of the block without parameters, so that it shows in print."""
+    """How one block reduces its tokens; a child of the block without parameters, so that it is printed."""
 
     def __init__(
         self, block: str, tokens: Tokens, method: TokenMethod, layout: TokenLayout, count: int, attention: str = ""
@@ -40,30 +40,30 @@ class TokenStep(nn.Module):
         self.block, self.tokens, self.method = block, tokens, method
         self.layout, self.count = layout, count
         self.attention = attention
-        """Where the attention is in the block; empty in a block that has none."""
+        """The path of the attention in the block; empty if it has none."""
         self.is_first = self.is_last = False
-        self.without_ffn: StandIns = ()
-        self.without_attention: StandIns = ()
-        self.fused_attn = True  # a name that unfuse_ knows: False where attention is to run as two products
+        self.without_ffn: Replacements = ()
+        self.without_attention: Replacements = ()
+        self.fused_attn = True  # a name that unfuse_ knows: False if attention has to run as two products
 
     def extra_repr(self) -> str:
-        places = ", then all in their places" if self.is_last and self.layout.is_patch_read else ""
+        places = ", then all positions restored" if self.is_last and self.layout.is_patch_read else ""
         options = GTP_OPTIONS if self.tokens.method == "gtp" else ()
         shown = "".join(f", {name}={getattr(self.tokens, name)}" for name in options)
-        return f"{self.tokens.method}: {self.count} go{places}{shown}"
+        return f"{self.tokens.method}: {self.count} removed{places}{shown}"
 
 
-class _Here(threading.local):
-    """The tokens of the forward pass that is under way in this thread."""
+class _CurrentPass(threading.local):
+    """The tokens of the current forward pass in this thread."""
 
     stream: TokenStream | None = None
 
 
-_HERE = _Here()
+_CURRENT = _CurrentPass()
 
 
 class _AttentionWatch(TorchFunctionMode):
-    """Sees the one attention that runs inside, which takes the sizes of tokens into account (ToMe, Eq. 1)."""
+    """Records the one attention that runs inside, and makes it account for the sizes of tokens (ToMe, Eq. 1)."""
 
     def __init__(self, step: TokenStep, stream: TokenStream, count: int) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ class _AttentionWatch(TorchFunctionMode):
     ) -> Tensor:
         """Return softmax(q k + log s) v, s the sizes of tokens; as long as all are 1, what torch's operator does."""
         if attn_mask is not None or is_causal:
-            raise _refused(self.step, "its attention has a bias or a mask, which is tied to places in the image")
+            raise _refused(self.step, "its attention has a bias or a mask, which depends on positions in the image")
         batch, n = self.stream.tokens.shape[:2]
         if self.seen or enable_gqa or any((t.shape[0], t.shape[-2]) != (batch, n) for t in (query, key, value)):
             raise _refused(self.step, "its attention is not one of all tokens to all tokens")
@@ -97,7 +97,7 @@ class _AttentionWatch(TorchFunctionMode):
         sizes = self.stream.sizes
         bias = None if sizes is None else sizes.log().to(query.dtype)[:, None, None]  # (B, 1, 1, n)
         if self.step.fused_attn and not self.needs_map:
-            # by this name it is not seen again where torch.compile runs what it traced under the same watch
+            # under this name it is not intercepted again when torch.compile runs what it traced in the same mode
             attended: Tensor = torch.ops.aten.scaled_dot_product_attention(
                 query, key, value, bias, dropout_p, scale=scale
             )
@@ -111,7 +111,7 @@ class _AttentionWatch(TorchFunctionMode):
 
 
 def sparse(attention: Tensor, part: float) -> Tensor:
-    """Return the map (B, heads, n, n) with 0 for all but a ``part`` of its entries, the largest of each head (GTP)."""
+    """Return the map (B, heads, n, n) with all but the largest ``part`` of the entries of each head set to 0 (GTP)."""
     if part == 1:
         return attention
     entries = attention.detach().flatten(-2)
@@ -121,11 +121,11 @@ def sparse(attention: Tensor, part: float) -> Tensor:
 
 
 def run_block(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Run a block of a model that reduces tokens: in place of its ``forward``, which does the work all the same."""
+    """Run a block of a model that reduces tokens; called in place of its ``forward``, which it calls in turn."""
     step = block._modules[STEP]
     assert isinstance(step, TokenStep)
-    before, _HERE.stream = _HERE.stream, None  # an error leaves nothing behind
-    args, kwargs = _alone(step, args, kwargs)
+    before, _CURRENT.stream = _CURRENT.stream, None  # nothing is left after an error
+    args, kwargs = _only_tokens(step, args, kwargs)
     stream = _entering(step, before, tensors_in(args, kwargs)[0])
     count = min(step.count, (stream.tokens.shape[1] - stream.protected) // 2)
     if step.attention and (count or stream.sizes is not None):
@@ -134,18 +134,18 @@ def run_block(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
         result = type(block).forward(block, *args, **kwargs)
     stream = replace(stream, tokens=_tensor(result))
     if not step.is_last:
-        _HERE.stream = stream
+        _CURRENT.stream = stream
         return result
     return _with_tensor(result, stream.put_back())
 
 
-def _alone(step: TokenStep, args: Any, kwargs: Any) -> tuple[Any, Any]:
+def _only_tokens(step: TokenStep, args: Any, kwargs: Any) -> tuple[Any, Any]:
     """Return the arguments of a block with its tokens as the only tensor."""
     tokens, *others = tensors_in(args, kwargs)
     if not others:
         return args, kwargs
-    if not torch.compiler.is_exporting():  # where transformers spells out a mask that hides nothing
-        raise _refused(step, "it is given more than them, such as a mask")
+    if not torch.compiler.is_exporting():  # when transformers passes a mask that hides nothing
+        raise _refused(step, "it takes other inputs than tokens, such as a mask")
     return _with(args, kwargs, lambda tensor: tensor if tensor is tokens else None)
 
 
@@ -156,7 +156,7 @@ def _with(args: Any, kwargs: Any, change: Callable[[Tensor], Tensor | None]) -> 
 
 
 def _entering(step: TokenStep, before: TokenStream | None, tokens: Tensor) -> TokenStream:
-    """Return the tokens that a block is given, with what is known of them."""
+    """Return the tokens that are the input of a block, with their state."""
     layout = step.layout
     if step.is_first:
         count = tokens.shape[1] if layout.is_patch_read else 0
@@ -164,8 +164,8 @@ def _entering(step: TokenStep, before: TokenStream | None, tokens: Tensor) -> To
         return TokenStream(tokens, layout.protected, layout.grid, places=places)
     if before is None or before.tokens.shape != tokens.shape:
         raise ModelError(
-            "the blocks of a model that reduces tokens know each other's tokens, so that they run all, from the first "
-            "on and without checkpoints; call the whole model, or restore_tokens_(model) first"
+            "the blocks of a model that reduces tokens depend on each other, so they have to run in order, from the "
+            "first, and without checkpoints; call the whole model, or restore_tokens_(model) first"
         )
     return replace(before, tokens=tokens)
 
@@ -173,12 +173,12 @@ def _entering(step: TokenStep, before: TokenStream | None, tokens: Tensor) -> To
 def _reduced(
     block: nn.Module, step: TokenStep, stream: TokenStream, count: int, args: Any, kwargs: Any
 ) -> tuple[Any, TokenStream]:
-    """Return what a block with attention gives, and its tokens, ``count`` of which go between attention and FFN."""
+    """Return the output of a block with attention, and its tokens, with ``count`` removed between attention and FFN."""
     half = _half(block, step.without_ffn if count else (), step.attention)
     with _AttentionWatch(step, stream, count) as watch:
         result = type(block).forward(half, *args, **kwargs)
     if watch.seen is None:
-        raise _refused(step, "its attention is no call of torch's scaled_dot_product_attention")
+        raise _refused(step, "its attention does not call torch's scaled_dot_product_attention")
     if not count:
         return result, stream
     middle = replace(stream, tokens=_tensor(result))
@@ -187,10 +187,10 @@ def _reduced(
     return type(block).forward(_half(block, step.without_attention), *args, **kwargs), stream
 
 
-def _half(block: nn.Module, stand_ins: StandIns, attention: str = "") -> nn.Module:
-    """Return a copy of ``block`` around the same modules but for some; its attention, if given, as a fused operator."""
+def _half(block: nn.Module, replacements: Replacements, attention: str = "") -> nn.Module:
+    """Return a copy of ``block`` with some modules replaced; its attention, if given, as a fused operator."""
     half = _twin(block)
-    for path, module in stand_ins:
+    for path, module in replacements:
         _set(half, path, module)
     if attention:
         for path, module in block.get_submodule(attention).named_modules(prefix=attention):
@@ -206,7 +206,7 @@ def _twin(module: nn.Module) -> nn.Module:
 
 
 def _set(half: nn.Module, path: str, module: nn.Module) -> None:
-    """Put ``module`` at ``path`` of a half, all that is on the way to it copied, so that the block stays as it is."""
+    """Put ``module`` at ``path`` of a half; the modules above it are copied, so that the block is not changed."""
     *way, leaf = path.split(".")
     for name in way:
         child = half._modules[name]

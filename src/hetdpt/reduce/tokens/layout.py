@@ -1,4 +1,4 @@
-"""How the tokens of a model lie: which of them are patches, in what grid, and whether its answer depends on those."""
+"""The layout of a model's tokens: which of them are patches, in what grid, and whether its output depends on those."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from hetdpt.surgery.record import InputSize
 
 @dataclass(frozen=True)
 class TokenLayout:
-    """What the blocks are given: ``protected`` tokens first, then one for each patch, row by row."""
+    """The input of the blocks: ``protected`` tokens first, then one for each patch, row by row."""
 
     protected: int
     """Class, distillation and register tokens."""
     grid: tuple[int, int]
     """Rows and columns of patches."""
     is_patch_read: bool
-    """Whether the answer depends on what the last block gives for patches, not on the protected tokens alone."""
+    """Whether the output depends on the patches of the last block, not only on the protected tokens."""
 
 
 def find_layout(model: nn.Module, input_size: InputSize, blocks: list[str]) -> TokenLayout:
-    """Return how the tokens lie that ``blocks``, by path, are given; ``ModelError`` unless in a row.
+    """Return the layout of the tokens that ``blocks``, by path, get; ``ModelError`` unless it is (B, N, D).
 
     The grid of patches is that of the last convolution before the first block.
     """
@@ -39,20 +39,20 @@ def find_layout(model: nn.Module, input_size: InputSize, blocks: list[str]) -> T
     shapes = [tuple(tensors[0].shape) for tensors in given]
     if any(len(shape) != 3 for shape in shapes) or len(set(shapes)) > 1:
         raise ModelError(
-            f"tokens are reduced in models whose blocks are all given a row of as many tokens, (B, N, D); this one has "
+            f"tokens can be reduced in models whose blocks all get as many tokens, (B, N, D); this one has "
             f"{' and '.join(str(shape) for shape in dict.fromkeys(shapes))}"
         )
     if crowded := [path for path, tensors in zip(blocks, given, strict=True) if len(tensors) > 1]:
         raise ModelError(
-            f"{crowded[0]} cannot reduce tokens: it is given more than them, such as an embedding of their positions, "
-            "and tokens that merge have none"
+            f"{crowded[0]} cannot reduce tokens: it takes other inputs too, such as an embedding of their positions, "
+            "which merged tokens do not have"
         )
     n = shapes[0][1]
     rows, columns = grids[-1] if grids else (0, 0)
     if not 0 <= n - rows * columns < rows * columns:
         raise ModelError(
-            f"the {n} tokens of {type(model).__name__} were expected to be those of the patches that a convolution "
-            f"makes of the image, and a few more; its last one makes {rows} x {columns}"
+            f"expected the {n} tokens of {type(model).__name__} to be the patches that a convolution makes of the "
+            f"image, and a few more; its last one makes {rows} x {columns}"
         )
     protected = n - rows * columns
     is_read = _is_patch_read(model, input_size, dict(zip(blocks, is_tuple, strict=True)), protected)
@@ -62,7 +62,7 @@ def find_layout(model: nn.Module, input_size: InputSize, blocks: list[str]) -> T
 def _watched(
     model: nn.Module, input_size: InputSize, blocks: list[str]
 ) -> tuple[list[list[Tensor]], list[tuple[int, int]], list[bool]]:
-    """Return what each block is given, the sides of what convolutions made before, and which blocks return tuples."""
+    """Return the inputs of each block, the grids of the convolutions before, and which blocks return tuples."""
     given: list[list[Tensor]] = []
     grids: list[tuple[int, int]] = []
     are_tuples: list[bool] = []
@@ -97,7 +97,7 @@ def _watched(
 
 @torch.no_grad()
 def _is_patch_read(model: nn.Module, input_size: InputSize, blocks: dict[str, bool], protected: int) -> bool:
-    """Whether an answer is no number where the last block gives none for patches; weights are 0 and no block runs."""
+    """Whether the output is NaN if the last block returns NaN for patches; weights are 0 and no block runs."""
     probe = clone(model).eval()
     for path, is_tuple in blocks.items():
         is_last = path == list(blocks)[-1]
@@ -112,7 +112,7 @@ def _is_patch_read(model: nn.Module, input_size: InputSize, blocks: dict[str, bo
 
 
 def _pass(is_tuple: bool, protected: int | None, *args: Any, **kwargs: Any) -> Any:
-    """Return the tokens as they are or, with ``protected``, no numbers but for so many of them."""
+    """Return the tokens unchanged or, with ``protected``, NaN for all but the first so many."""
     tokens = tensors_in(args, kwargs)[0].clone()
     if protected is not None:
         tokens[:, protected:] = torch.nan
@@ -120,5 +120,5 @@ def _pass(is_tuple: bool, protected: int | None, *args: Any, **kwargs: Any) -> A
 
 
 def tensors_in(*values: Any) -> list[Tensor]:
-    """Return the tensors among arguments, at whatever depth."""
+    """Return the tensors among arguments, at any depth."""
     return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]

@@ -1,6 +1,6 @@
-"""Token reduction on a model, with or without all its layers: put on, and taken off again.
+"""Token reduction applied to a model, with or without all its layers, and undone.
 
-Whether a model can have it is found out by a run without arithmetic, before anything changes.
+Whether a model supports it is found by a dry run before anything is changed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hetdpt.core.modules import clone
 from hetdpt.core.plan import KINDS, Plan
 from hetdpt.core.tokens import Tokens
 from hetdpt.reduce.tokens.gtp import propagate
-from hetdpt.reduce.tokens.half_blocks import STEP, StandIns, TokenStep, run_block
+from hetdpt.reduce.tokens.half_blocks import STEP, Replacements, TokenStep, run_block
 from hetdpt.reduce.tokens.layout import TokenLayout, find_layout, tensors_in
 from hetdpt.reduce.tokens.stream import TokenMethod
 from hetdpt.reduce.tokens.tome import merge_alike
@@ -33,17 +33,17 @@ TOKEN_METHODS = {
     "tome": TokenMethod(merge_alike),
     "gtp": TokenMethod(propagate, needs_map=True),
 }
-"""The rows of ``TOKEN_PAPERS``, as they run."""
+"""The implementations of the rows of ``TOKEN_PAPERS``."""
 MAP_CALLS = ("forward_intermediates", "get_intermediate_layers")
-"""Methods of timm's models that lay the tokens between blocks out as images."""
+"""Methods of timm's models that reshape the tokens between blocks to images."""
 
 
 def reduce_tokens_(model: nn.Module, tokens: Tokens, input_size: InputSize | None = None) -> nn.Module:
-    """Let the blocks of ``model`` that have attention hand on fewer tokens than they are given.
+    """Let the blocks of ``model`` that have attention return fewer tokens than they get.
 
-    Blocks that have lost their attention are passed over. Where the answer depends on patches (average pooling, maps of
-    the last block), each gets in its place, after that block, the token it has become part of; maps of blocks before
-    it are refused. ``restore_tokens_`` undoes it; layers are removed before, not after.
+    Blocks without attention are skipped. If the output depends on patches (average pooling, maps of the last block),
+    each position gets, after that block, the token that its own was merged into; maps of blocks before it are refused.
+    ``restore_tokens_`` undoes it; remove layers before, not after.
 
     >>> import timm
     >>> from hetdpt.measurement.costs import count_macs
@@ -55,7 +55,7 @@ def reduce_tokens_(model: nn.Module, tokens: Tokens, input_size: InputSize | Non
     True
     """
     record = record_of(model) or Record(survey_of(model, input_size), Plan())
-    _require_fit(model, record)
+    _require_reducible(model, record)
     blocks = {handle.owner: None for handle in record.survey.handles if handle.site.kind == "attention"}
     layout = find_layout(model, record.survey.input_size, list(blocks))
     steps = _steps(model, record, tokens, layout)
@@ -67,7 +67,7 @@ def reduce_tokens_(model: nn.Module, tokens: Tokens, input_size: InputSize | Non
 
 
 def restore_tokens_(model: nn.Module) -> nn.Module:
-    """Let every block hand on all its tokens again: the very modules of before, so outputs are bit-equal."""
+    """Let every block return all its tokens again: the modules of before are put back, so outputs are bit-equal."""
     for module in model.modules():
         if isinstance(module._modules.get(STEP), TokenStep):
             del module._modules[STEP], vars(module)["forward"]
@@ -80,23 +80,23 @@ def restore_tokens_(model: nn.Module) -> nn.Module:
 
 
 def _steps(model: nn.Module, record: Record, tokens: Tokens, layout: TokenLayout) -> dict[str, TokenStep]:
-    """Return for each block that has a part in it what it does, by path."""
+    """Return the step of each block that takes part, by path."""
     parts = {(h.owner, h.site.kind): h.parts for h in record.survey.handles}
     blocks = [h for h in record.survey.handles if h.site.kind == "attention"]
-    left = [h for h in blocks if not record.plan.removes(h.site)]
+    left = [h for h in record.left if h.site.kind == "attention"]
     if not left:
-        raise ModelError("no block of this model has attention, so that there is nothing to reduce its tokens by")
+        raise ModelError("no block of this model has attention, which reducing tokens needs")
     steps, method = {}, TOKEN_METHODS[tokens.method]
     for handle, count in zip(left, tokens.amounts(len(left)), strict=True):
         step = TokenStep(handle.owner, tokens, method, layout, count, handle.site.path.removeprefix(f"{handle.owner}."))
         attention, ffn = (parts.get((handle.owner, kind)) for kind in KINDS)
         if not attention or not ffn or not _is_whole(model, handle.owner, attention, ffn):
             raise ModelError(
-                f"{handle.owner} cannot reduce tokens: it is not x + attention, then x + FFN and nothing more, each a "
-                "branch that can go as a whole"
+                f"{handle.owner} cannot reduce tokens: it is not x + attention, then x + FFN and nothing more, with "
+                "branches that can be removed as a whole"
             )
-        step.without_attention = _stand_ins(attention, handle.owner)
-        step.without_ffn = _stand_ins(ffn, handle.owner)
+        step.without_attention = _replacements(attention, handle.owner)
+        step.without_ffn = _replacements(ffn, handle.owner)
         steps[handle.owner] = step
     end = blocks[-1].owner
     if layout.is_patch_read and end not in steps:
@@ -114,8 +114,8 @@ def _is_whole(model: nn.Module, block: str, *branches: Parts) -> bool:
     return all(name in loose or name.startswith(tuple(paths)) for name in names)
 
 
-def _stand_ins(parts: Parts, owner: str) -> StandIns:
-    """Return what stands in for a branch that is gone, by path in the block."""
+def _replacements(parts: Parts, owner: str) -> Replacements:
+    """Return the modules that remove a branch, by path in the block."""
     passes = [(path, Pass()) for path in (*parts.entry, *parts.exits)]
     return tuple(
         (path.removeprefix(f"{owner}."), module) for path, module in [*passes, (parts.core, Zero(parts.extras))]
@@ -124,14 +124,14 @@ def _stand_ins(parts: Parts, owner: str) -> StandIns:
 
 @dataclass(frozen=True)
 class _Refusal:
-    """Stands before a method that would take the tokens that are left for all of them."""
+    """Replaces a method that would mistake the remaining tokens for all of them."""
 
     name: str
 
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise ModelError(
-            f"{self.name} makes images of all tokens of a block, and a model that reduces tokens does not have them; "
-            "call restore_tokens_(model) before"
+            f"{self.name} reshapes all tokens of a block to images, but a model that reduces tokens does not have them "
+            "all; call restore_tokens_(model) before"
         )
 
 
@@ -147,7 +147,7 @@ def _put(model: nn.Module, steps: dict[str, TokenStep]) -> None:
 
 
 def _require_same_shapes(model: nn.Module, reduced: nn.Module, input_size: InputSize) -> None:
-    """Raise ``ModelError`` unless ``reduced`` runs, and answers in the shapes of ``model``; without arithmetic."""
+    """Raise ``ModelError`` unless ``reduced`` runs and its outputs have the shapes of those of ``model``."""
     expected = _shapes(model, input_size)
     try:
         found = _shapes(reduced, input_size)
@@ -156,18 +156,18 @@ def _require_same_shapes(model: nn.Module, reduced: nn.Module, input_size: Input
         if isinstance(cause, HetDPTError):
             raise cause from None
         raise ModelError(
-            f"{type(model).__name__} cannot reduce its tokens, as it does not take fewer of them: "
+            f"{type(model).__name__} cannot reduce its tokens, as it does not run with fewer of them: "
             f"{first_line(cause or error)}"
         ) from error
     if found != expected:
         raise ModelError(
-            f"{type(model).__name__} cannot reduce its tokens: it answers with what blocks before the last one give, "
-            f"which would be {found} in place of {expected}"
+            f"{type(model).__name__} cannot reduce its tokens: it returns outputs of blocks before the last one, whose "
+            f"shapes would be {found} in place of {expected}"
         )
 
 
 def _shapes(model: nn.Module, input_size: InputSize) -> list[tuple[int, ...]]:
-    """Return the shapes of what a model answers to two images, found without arithmetic."""
+    """Return the shapes of the outputs of a model for two images, found by a dry run."""
     shapes: list[tuple[int, ...]] = []
 
     def look(_: nn.Module, args: Any, answer: Any) -> None:
@@ -183,8 +183,8 @@ def _shapes(model: nn.Module, input_size: InputSize) -> list[tuple[int, ...]]:
     return shapes
 
 
-def _require_fit(model: nn.Module, record: Record) -> None:
-    """Refuse what was done to a model before and does not go with fewer tokens."""
+def _require_reducible(model: nn.Module, record: Record) -> None:
+    """Refuse models with earlier changes that do not allow fewer tokens."""
     if gates_of(model):
         raise ModelError("this model has gates on its layers; call restore_(model) before reducing its tokens")
     if record.tokens is not None:

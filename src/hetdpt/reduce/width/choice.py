@@ -1,4 +1,4 @@
-"""Which pieces of a model's width stay, given what each is worth and which part is to go. Numbers in, indices out."""
+"""Which parts of a model's width are kept, given their scores and how much is removed. Scores in, indices out."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hetdpt.reduce.width.shapes import WidthCut
 
 @dataclass(frozen=True)
 class Ratios:
-    """Which part of each size goes, 0 to 1; at least one entry of each stays.
+    """The fraction of each size that is removed, 0 to 1; at least one entry of each is kept.
 
     >>> Ratios(hidden=0.5, heads=0.25).times(0.5)
     Ratios(embedding=0.0, hidden=0.25, heads=0.125, head_dims=0.0)
@@ -34,7 +34,7 @@ class Ratios:
     def __post_init__(self) -> None:
         for name, value in self.by_name.items():
             if not 0 <= value <= 1:
-                raise PlanError(f"the part of {name} that goes is a number from 0 to 1, not {value}")
+                raise PlanError(f"the fraction of {name} to remove is a number from 0 to 1, not {value}")
 
     @property
     def by_name(self) -> dict[str, float]:
@@ -46,27 +46,27 @@ class Ratios:
 
 @dataclass(frozen=True)
 class Kept:
-    """What stays: indices in order, by the number of a layer in ``Narrowable``; one that loses nothing is not named."""
+    """What is kept: indices in order, by the number of a layer in ``Narrowable``; unchanged layers are not listed."""
 
     stream: Tensor | None
     hidden: dict[int, Tensor]
     heads: dict[int, Tensor]
-    """(heads, dimensions of each) of what the layer behind the attention takes."""
+    """(heads, dimensions of each): indices of inputs of the layer after the attention."""
 
     @property
     def sizes(self) -> tuple[object, ...]:
-        """How much stays, whatever it is."""
+        """How much is kept of each size."""
         stream = None if self.stream is None else len(self.stream)
         hidden = tuple((number, len(indices)) for number, indices in self.hidden.items())
         return stream, hidden, tuple((number, tuple(table.shape)) for number, table in self.heads.items())
 
 
 def choose(parts: Narrowable, ratios: Ratios, round_to: int | None = None) -> Kept:
-    """Return what stays: of every size, what matters most.
+    """Return what is kept: the entries of every size with the highest scores.
 
-    Hidden features are ranked over all FFNs of one kind, heads over all blocks, dimensions within their head (or, where
-    a norm is shared by all heads, by their mean over heads). ``round_to`` makes all sizes but the number of heads
-    multiples of it, the nearest ones.
+    Hidden features are ranked over all FFNs of one kind, heads over all blocks, dimensions within their head (or, if a
+    norm is shared by all heads, by their mean over heads). ``round_to`` rounds all sizes but the number of heads to the
+    nearest multiple.
     """
     step = round_to or 1
     if ratios.embedding and parts.stream is None:
@@ -86,19 +86,19 @@ def choose(parts: Narrowable, ratios: Ratios, round_to: int | None = None) -> Ke
     return Kept(stream, hidden, left if ratios.heads or ratios.head_dims else {})
 
 
-def gone(parts: Narrowable, kept: Kept) -> Ratios:
-    """Return which part of each size really goes; pieces are whole."""
+def removed_ratios(parts: Narrowable, kept: Kept) -> Ratios:
+    """Return which fraction of each size is actually removed, as sizes are whole numbers."""
     hidden = [(len(kept.hidden.get(number, part.scores)), len(part.scores)) for number, part in enumerate(parts.hidden)]
     tables = [(kept.heads.get(number, part.scores).shape, part.scores.shape) for number, part in enumerate(parts.heads)]
     stream = [(len(kept.stream), len(parts.stream.scores))] if parts.stream and kept.stream is not None else []
     heads, dims = ([(left[axis], whole[axis]) for left, whole in tables] for axis in (0, 1))
-    return Ratios(*(_part_gone(sizes) for sizes in (stream, hidden, heads, dims)))
+    return Ratios(*(_removed_fraction(sizes) for sizes in (stream, hidden, heads, dims)))
 
 
-def _part_gone(sizes: Sequence[tuple[int, int]]) -> float:
-    """Return the part that goes, of pairs (how many stay, how many there were).
+def _removed_fraction(sizes: Sequence[tuple[int, int]]) -> float:
+    """Return the removed fraction, from pairs (how many are kept, how many there were).
 
-    >>> _part_gone([(3, 4), (2, 4)]), _part_gone([])
+    >>> _removed_fraction([(3, 4), (2, 4)]), _removed_fraction([])
     (0.375, 0.0)
     """
     left, whole = sum(left for left, _ in sizes), sum(whole for _, whole in sizes)
@@ -122,7 +122,7 @@ def _best(scores: Tensor, count: int) -> Tensor:
 
 
 def _counts(scores: Sequence[Tensor], ratio: float, step: int) -> list[int]:
-    """Return how many of each layer stay when the part ``ratio`` goes that is worth the least; one of each at least."""
+    """Return how many entries of each layer are kept if the lowest ``ratio`` of all is removed; at least one each."""
     sizes = [len(one) for one in scores]
     if not ratio or not scores:
         return sizes
@@ -135,7 +135,7 @@ def _counts(scores: Sequence[Tensor], ratio: float, step: int) -> list[int]:
 
 
 def _rounded(count: int, size: int, step: int) -> int:
-    """Return the multiple of ``step`` nearest to ``count``, but none above ``size``.
+    """Return the multiple of ``step`` nearest to ``count`` that is not above ``size``.
 
     >>> _rounded(29, 48, 8), _rounded(47, 47, 8), _rounded(3, 5, 8)
     (32, 40, 5)
@@ -146,12 +146,12 @@ def _rounded(count: int, size: int, step: int) -> int:
 
 
 def cut_of(model: nn.Module, parts: Narrowable, kept: Kept) -> WidthCut:
-    """Return which entries of the tensors of ``model`` stay, and what its attributes then say."""
+    """Return which entries of the tensors of ``model`` are kept, and the new values of its attributes."""
     cut, there = WidthCut(), dict(model.named_parameters())
     if kept.stream is not None and parts.stream is not None:
         width = len(parts.stream.scores)
         for name, axis in parts.stream.places:
-            starts = range(0, there[name].shape[axis], width)  # more than one where tokens are put side by side
+            starts = range(0, there[name].shape[axis], width)  # more than one if tokens are concatenated
             cut.kept[name, axis] = torch.cat([start + kept.stream for start in starts])
         cut.attributes.update(dict.fromkeys(parts.stream.attributes, len(kept.stream)))
         cut.attributes.update({(path, "normalized_shape"): (len(kept.stream),) for path in parts.stream.norms})
@@ -180,10 +180,10 @@ def _cut_heads(cut: WidthCut, part: Heads, table: Tensor) -> None:
 
 @torch.no_grad()
 def rescale_(model: nn.Module, parts: Narrowable, kept: Kept) -> nn.Module:
-    """Multiply the queries of heads that lost dimensions by sqrt(new / old), after the cut.
+    """Multiply the queries of heads with fewer dimensions by sqrt(new / old), after the cut.
 
-    Attention divides by the root of its dimensions, which are fewer now; so products of queries and keys are what
-    those of the dimensions left were before.
+    Attention divides by the square root of the number of dimensions; this keeps the products of queries and keys over
+    the remaining dimensions what they were.
     """
     for number, table in kept.heads.items():
         attention, (heads, dims) = parts.heads[number].attention, table.shape

@@ -1,6 +1,7 @@
-"""Width pruning: fewer channels, hidden features, heads and dimensions of heads in a model that may have lost layers.
+"""Width pruning: fewer channels, hidden features, heads and head dimensions in a model, with or without all its layers.
 
-What goes is decided by isomorphic ranking (Fang et al., 2024): like is compared with like. Nothing is trained here.
+What is removed is decided by isomorphic ranking (Fang et al., 2024): within groups of the same structure. Nothing is
+trained here.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from hetdpt.core.goals import BOUNDS, GOALS, Goal
 from hetdpt.core.modules import checked, clone, evaluating, memory_advice
 from hetdpt.core.plan import Plan
 from hetdpt.measurement.costs import Costs
-from hetdpt.reduce.width.choice import Kept, Ratios, choose, cut_of, gone, rescale_
+from hetdpt.reduce.width.choice import Kept, Ratios, choose, cut_of, removed_ratios, rescale_
 from hetdpt.reduce.width.refit import Inputs, refit_, watching
 from hetdpt.reduce.width.scores import (
     Importance,
@@ -61,7 +62,7 @@ class WidthConfig:
     refits: bool = True
     """Fit the layers behind removed features again, on the images (see ``reduce.width.refit``)."""
     seed: int = 0
-    """Of ``random`` and, in a run, of the images that are looked at."""
+    """Of ``random`` and, in a run, of the choice of images."""
 
     def __post_init__(self) -> None:
         if self.importance not in (there := get_args(Importance)):
@@ -83,16 +84,16 @@ def _are_shares(values: Any) -> bool:
 
 @dataclass(frozen=True)
 class Narrowed:
-    """A narrowed model, not merged yet, and what it costs once it is."""
+    """A narrowed model, not merged yet, and its costs after merging."""
 
     model: nn.Module
     ratios: Ratios
-    """What really went of each size."""
+    """What was actually removed of each size."""
     macs: int
     params: int
     speedup: float | None
     tried: int
-    """How many ratios the search has looked at."""
+    """How many ratios the search has tried."""
 
 
 def narrow_(
@@ -102,12 +103,12 @@ def narrow_(
     batches: Batches = (),
     input_size: InputSize | None = None,
 ) -> nn.Module:
-    """Take the part ``ratios`` of its width from ``model``, what matters least, and return it.
+    """Remove the fraction ``ratios`` of the width of ``model`` with the lowest scores, and return the model.
 
     ``batches`` are images and labels, for ``taylor`` and for the refit (which needs no labels). Without the refit, and
-    with the embedding as it was, the model computes what it did with the removed pieces set to 0. FFNs that lost their
-    activation and are worth merging keep their hidden features. ``input_size`` (C, H, W) is taken from the model where
-    it says so.
+    with the full embedding, the model computes what it did with the removed entries set to 0. FFNs without their
+    activation that are worth merging keep their hidden features. ``input_size`` (C, H, W) is read from the model if it
+    is not given.
 
     >>> import timm
     >>> model = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=2, num_classes=10)
@@ -133,15 +134,14 @@ def narrow_to(
     progress: Progress | None = None,
     **goal: float | None,
 ) -> Narrowed:
-    """Return a narrowed copy of ``model`` that meets one goal within 2 %, or takes ``ratio`` times the shares.
+    """Return a narrowed copy of ``model`` that meets one goal within 2 %, or with ``ratio`` times the shares removed.
 
-    The goal is one of ``macs``, ``params`` and ``speedup`` (``core.goals.GOALS``). It is met, and not only nearly met,
-    where that is possible within 2 % as well.
-    ``macs`` and ``params`` are those of the copy once it is merged, ``speedup`` is measured against ``dense``, the
-    given model by default, the two taking turns on a ``batch`` of images (by default 256 on a GPU, 8 on a CPU). One
-    number is searched for, all sizes following by ``config.shares``; where that is too coarse, hidden features make up
-    the rest. A target out of reach is a ``PlanError`` that says how near one can come. A ratio without shares takes
-    from all sizes that can go, half as much from the dimensions of heads. ``input_size`` is as in ``narrow_``.
+    The goal is one of ``macs``, ``params`` and ``speedup`` (``core.goals.GOALS``). It is fully met if that is possible
+    within 2 % as well. ``macs`` and ``params`` are those of the copy after merging, ``speedup`` is measured against
+    ``dense``, the given model by default, the two alternating on a ``batch`` of images (by default 256 on a GPU, 8 on a
+    CPU). The search is over one number, which all sizes follow by ``config.shares``; if that is too coarse, hidden
+    features make up the difference. For a goal out of reach ``PlanError`` says how near one can get. A ratio without
+    shares applies to all sizes that can be narrowed, half of it to head dimensions; ``input_size`` as in ``narrow_``.
     """
     config = config or WidthConfig()
     row, target = _target(ratio, goal)
@@ -154,7 +154,7 @@ def narrow_to(
         best = search.find(shares) if shares else search.find_gently()
     kept = seen.choose(best.ratios)
     narrowed = seen.apply_(deepcopy(model), kept)
-    return Narrowed(narrowed, gone(seen.parts, kept), best.macs, best.params, best.speedup, search.count)
+    return Narrowed(narrowed, removed_ratios(seen.parts, kept), best.macs, best.params, best.speedup, search.count)
 
 
 def _target(ratio: float | None, goal: Mapping[str, float | None]) -> tuple[Goal | None, float]:
@@ -171,7 +171,7 @@ def _target(ratio: float | None, goal: Mapping[str, float | None]) -> tuple[Goal
 
 @dataclass(frozen=True)
 class WidthSurvey:
-    """What was read off a model once: what each piece of it is worth, and what layers are given."""
+    """What one pass over a model found: the scores of its parts, and the inputs of its layers."""
 
     parts: Narrowable
     inputs: Inputs
@@ -200,11 +200,11 @@ class WidthSurvey:
 
     @property
     def rungs(self) -> tuple[Ratios, ...]:
-        """Those of ``RUNGS`` that the model can go down to."""
+        """Those of ``RUNGS`` that apply to the model."""
         return RUNGS if self.parts.stream else RUNGS[:-1]
 
     def in_steps(self) -> WidthSurvey:
-        """Return the same with sizes in the steps that are usual for such a model, unless the config says which."""
+        """Return the same with sizes in the default steps for such a model, unless the config sets them."""
         if self.config.round_to is not None or max((len(one.scores) for one in self.parts.hidden), default=0) < WIDE:
             return self
         return replace(self, config=replace(self.config, round_to=STEP))
@@ -213,27 +213,27 @@ class WidthSurvey:
         return choose(self.parts, ratios, self.config.round_to)
 
     def apply_(self, model: nn.Module, kept: Kept) -> nn.Module:
-        """Make ``model`` as narrow as ``kept`` says; the model is as it was where that cannot be."""
-        self.costs(model, kept)  # what does not run is refused before anything is changed
+        """Narrow ``model`` to ``kept``; if that is impossible the model is unchanged."""
+        self.costs(model, kept)  # sizes that do not run are refused before anything is changed
         for layer, indices in self._behind(kept).items():
             if layer in self.inputs:
                 refit_(_linear(model, layer), indices, self.inputs[layer])
         return rescale_(self.shrink_(model, kept), self.parts, kept)
 
     def costs(self, model: nn.Module, kept: Kept) -> Costs:
-        """Return what ``model`` would cost, merged; ``ModelError`` if it would not run at all."""
+        """Return the costs of ``model`` narrowed and merged; ``ModelError`` if it would not run."""
         shape = clone(model).to("meta")  # sizes without values
         try:
             merged = merge_(self.shrink_(shape, kept))
             return Costs.of(merged, self.input_size)
         except (ModelError, RuntimeError) as error:  # sizes do not fit together
             raise ModelError(
-                f"{type(model).__name__} does not run with the sizes asked for: {first_line(error)}; "
-                "leave out those it cannot lose, the embedding first"
+                f"{type(model).__name__} does not run with these sizes: {first_line(error)}; "
+                "keep some of them, the embedding first"
             ) from error
 
     def shrink_(self, model: nn.Module, kept: Kept) -> nn.Module:
-        """Do what ``apply_`` does as far as sizes are concerned."""
+        """Change the sizes of ``model`` as ``apply_`` does, without refitting or rescaling."""
         if record_of(model) is None:
             place_(model, Plan(), self.input_size)
         cut_(model, cut_of(model, self.parts, kept))
@@ -241,7 +241,7 @@ class WidthSurvey:
         return model
 
     def _behind(self, kept: Kept) -> dict[str, Tensor]:
-        """Return the layers behind what goes, and which of their inputs stay."""
+        """Return the layers after removed features, and which of their inputs are kept."""
         hidden = {self.parts.hidden[number].ffn.second: indices for number, indices in kept.hidden.items()}
         return hidden | {self.parts.heads[n].attention.out: table.flatten() for n, table in kept.heads.items()}
 
@@ -253,7 +253,7 @@ def _linear(model: nn.Module, path: str) -> nn.Linear:
 
 
 def _refitted(model: nn.Module, ratios: Ratios) -> list[str]:
-    """Return the layers that will lose inputs other than the stream's."""
+    """Return the layers whose inputs, other than those from the stream, will be reduced."""
     behind = [ffn.second for ffn in ffns_of(model)] if ratios.hidden else []
     return behind + ([one.out for one in attentions_of(model)] if ratios.heads or ratios.head_dims else [])
 
@@ -266,7 +266,7 @@ def _look(
     inputs: Inputs,
     progress: Progress | None,
 ) -> None:
-    """Run ``model`` on the images: sum up gradients if they are asked for, and what the ``refitted`` are given."""
+    """Run ``model`` on the images: sum gradients if importance needs them, and inputs of the ``refitted`` layers."""
     is_taylor = config.importance == "taylor"
     if not (is_taylor or refitted):
         return
@@ -281,7 +281,7 @@ def _look(
 
 
 def _pairs(model: nn.Module, batches: Batches, needs_labels: bool) -> Iterator[tuple[Tensor, Any]]:
-    """Yield images as ``model`` wants them, and their labels."""
+    """Yield images on the device and in the dtype of ``model``, and their labels."""
     labels: list[Any] = [None]
 
     def images() -> Iterator[Any]:
@@ -297,18 +297,18 @@ def _pairs(model: nn.Module, batches: Batches, needs_labels: bool) -> Iterator[t
     if length_hint(batches, -1) == 0:
         needs = "importance 'taylor' needs images and labels" if needs_labels else "the refit needs images"
         instead = "use importance 'l2'" if needs_labels else "leave it out (refits=False)"
-        raise DataError(f"{needs}, but there are none; give batches, or {instead}")
+        raise DataError(f"{needs}, but got none; give batches, or {instead}")
     for checked_images in checked(images(), model, PURPOSE):
         yield checked_images, labels[0]
 
 
 def _loss(answer: Any, labels: Tensor) -> Tensor:
-    """Return the cross-entropy, summed over images, so that batches of any size count as much as they hold."""
+    """Return the cross-entropy, summed over images, so that every image has the same weight."""
     logits = logits_of(answer)
     classes = logits.shape[-1]
     if len(labels) != len(logits) or not bool(((labels >= 0) & (labels < classes)).all()):
         raise DataError(
-            f"labels are one number from 0 to {classes - 1} for each of {len(logits)} images, but came "
+            f"labels are one number from 0 to {classes - 1} for each of {len(logits)} images, but got "
             f"{labels.tolist()[:4]}; were they made for another model?"
         )
     return F.cross_entropy(logits, labels.to(logits.device), reduction="sum")

@@ -1,7 +1,7 @@
-"""The layer behind features that go takes over what can be told of them from those that stay (beyond the paper).
+"""The layer after removed features is refitted to predict their contribution from those kept (beyond the paper).
 
 For a layer y = W x + b that keeps the inputs k and loses r, the map of x_k closest to W_r x_r over some images is added
-to W_k, b. It is found in closed form from the moments of x in the model before anything is cut; labels are not needed.
+to W_k, b. It is found in closed form from the moments of x in the model before the cut; labels are not needed.
 """
 
 from __future__ import annotations
@@ -21,20 +21,19 @@ from hetdpt.surgery.calibrate import FLOOR
 FOLDS = 2  # parts of the images, each held out once to choose the ridge
 
 
-class Given:
-    """Moments of what a linear layer is given, for each part of the images.
+class InputMoments:
+    """Moments of the inputs of a linear layer, for each part of the images.
 
-    As in calibration, a token counts as much as 1 / || y || says, so that the few with massive activations do not
-    decide.
+    As in calibration, a token has the weight 1 / || y ||, so that the few with massive activations do not dominate.
     """
 
     def __init__(self, inputs: int) -> None:
         self.folds = [Moments(inputs, 0) for _ in range(FOLDS)]
         self.floor = 0.0
-        """The least || y || that counts as such."""
+        """A token with || y || below it is weighted as if it were there."""
 
     def add(self, x: Tensor, y: Tensor) -> None:
-        """Take in what the layer was given (images, ..., inputs), and what it made of that."""
+        """Add inputs (images, ..., inputs) and outputs of the layer."""
         size = torch.linalg.vector_norm(y, dim=-1)
         self.floor = self.floor or max(FLOOR * size[0].median().item(), torch.finfo(torch.float32).tiny)
         weight = size.clamp(min=self.floor).reciprocal()
@@ -43,33 +42,33 @@ class Given:
             fold.add(rows, rows[:, :0], weight[number::FOLDS].flatten())
 
 
-Inputs = dict[str, Given]
+Inputs = dict[str, InputMoments]
 """By the paths of the layers."""
 
 
 @contextmanager
 def watching(model: nn.Module, paths: Iterable[str], inputs: Inputs) -> Iterator[None]:
-    """Let ``inputs`` take in what the linear layers at ``paths`` are given meanwhile."""
+    """Add what the linear layers at ``paths`` get as input meanwhile to ``inputs``."""
     with ExitStack() as stack:
         for path in paths:
-            hook = model.get_submodule(path).register_forward_hook(partial(_take_in, path, inputs))
+            hook = model.get_submodule(path).register_forward_hook(partial(_add, path, inputs))
             stack.callback(hook.remove)
         yield
 
 
-def _take_in(path: str, inputs: Inputs, _: nn.Module, args: Any, output: Tensor) -> None:
+def _add(path: str, inputs: Inputs, _: nn.Module, args: Any, output: Tensor) -> None:
     x, y = args[0].detach(), output.detach()
     if not y.isfinite().all():
         raise ModelError(f"{path} returns values that are not finite; check the weights, or use float32")
-    inputs.setdefault(path, Given(x.shape[-1])).add(x, y)
+    inputs.setdefault(path, InputMoments(x.shape[-1])).add(x, y)
 
 
 @torch.no_grad()
-def refit_(layer: nn.Linear, kept: Tensor, given: Given) -> None:
-    """Make ``layer`` give, from the inputs ``kept`` alone, what it gave from all, as well as can be.
+def refit_(layer: nn.Linear, kept: Tensor, given: InputMoments) -> None:
+    """Fit ``layer`` so that the inputs ``kept`` alone reproduce its output from all of them as well as possible.
 
-    On the images seen the squared error of its output, tokens weighted, is at most that of leaving the others out. The
-    layer keeps its shape and gets tensors of its own.
+    On the images seen the weighted squared error of its output is at most that of dropping the other inputs. The layer
+    keeps its shape and gets new tensors.
     """
     weight = exact(layer.weight).clone()
     kept = kept.to(weight.device)
@@ -89,7 +88,7 @@ def refit_(layer: nn.Linear, kept: Tensor, given: Given) -> None:
 
 
 def _of_lost(inputs: Moments, weight: Tensor, kept: Tensor, lost: Tensor, has_bias: bool) -> Moments:
-    """Return the moments of x_k and of W_r x_r; without a bias those about 0, so that the fit has none either."""
+    """Return the moments of x_k and of W_r x_r; without a bias those about 0, so that the fit has no bias either."""
     xx, mean = inputs.xx, inputs.mean_x
     if not has_bias:
         xx, mean = xx + inputs.weight * torch.outer(mean, mean), torch.zeros_like(mean)

@@ -1,9 +1,9 @@
-"""What can be cut from the width of a model, and how much each piece matters, by Torch-Pruning.
+"""Which parts of the width of a model can be removed, and their scores, by Torch-Pruning.
 
-Its dependency graph says which entries of which tensors go together, its group importance what they are worth (Fang et
-al., 2023; group Taylor as in Isomorphic Pruning, Fang et al., 2024). Its pruner is not used: that ranks, counts and
-cuts in one go, with dictionaries that leak from one pruner to the next, and a block that would lose all its heads keeps
-them while they are counted as gone.
+Its dependency graph says which entries of which tensors are removed together, its group importance what they are worth
+(Fang et al., 2023; group Taylor as in Isomorphic Pruning, Fang et al., 2024). Its pruner is not used: that ranks,
+counts and cuts in one step, with dictionaries that leak from one pruner to the next, and a block that would lose all
+its heads keeps them while they are counted as removed.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from hetdpt.surgery.remove import place_
 
 Importance = Literal["taylor", "l2", "random"]
 LAYERS = (nn.Linear, nn.Conv2d, nn.LayerNorm, nn.Embedding, nn.MultiheadAttention)
-"""Whose parameters the graph knows; all others are taken to have their channels last."""
+"""Layers whose parameters the graph knows; all others are assumed to have their channels last."""
 
 
 @dataclass(frozen=True)
 class Channels:
-    """Those of the residual stream, which all blocks share: every tensor that has an axis for them."""
+    """The channels of the residual stream, which all blocks share: every tensor that has an axis for them."""
 
     scores: Tensor
     """(D,)"""
     places: tuple[Place, ...]
     attributes: tuple[tuple[str, str], ...]
-    """Path and name of what says D as a number."""
+    """Path and name of attributes whose value is D."""
     norms: tuple[str, ...]
     """Norms over it that have no parameters."""
 
@@ -54,7 +54,7 @@ class Hidden:
 
     ffn: Ffn
     kind: tuple[str, ...]
-    """The layers and operations that lose them; features are compared among FFNs of one kind (isomorphic)."""
+    """The layers and operations that share them; features are compared among FFNs of one kind (isomorphic)."""
     scores: Tensor
     """(H,)"""
 
@@ -70,10 +70,10 @@ class Heads:
 
 @dataclass(frozen=True)
 class Narrowable:
-    """All that can be made narrower in a model."""
+    """Everything that can be made narrower in a model."""
 
     stream: Channels | None
-    """None where something else is tied to it; ``why_no_stream`` says what."""
+    """None if something else depends on it; ``why_no_stream`` says what."""
     hidden: tuple[Hidden, ...]
     heads: tuple[Heads, ...]
     why_no_stream: str = ""
@@ -81,7 +81,7 @@ class Narrowable:
 
 @dataclass(frozen=True)
 class Sizes:
-    """How wide a model is: its stream, and by block what is left of its FFNs and attention layers."""
+    """The sizes of a model: its stream, and by block those of its remaining FFNs and attention layers."""
 
     embedding: int
     hidden: tuple[int, ...]
@@ -90,7 +90,7 @@ class Sizes:
 
 
 def sizes_of(model: nn.Module) -> Sizes:
-    """Return how wide ``model`` is."""
+    """Return the sizes of ``model``."""
     copy = clone(model)
     if record_of(copy) is None:
         place_(copy, Plan())
@@ -104,7 +104,7 @@ def sizes_of(model: nn.Module) -> Sizes:
 
 
 def require_narrowable(model: nn.Module) -> None:
-    """Raise, before anything is touched, if a layer of a ``known`` model has sizes that cannot be changed here."""
+    """Raise, before anything is changed, if a layer of a model with a record has sizes that cannot be changed."""
     record = require_record(model)
     if any(isinstance(module, Gate) for module in model.modules()):
         raise PlanError("this model has gates on its layers; call restore_(model) before making it narrower")
@@ -113,28 +113,27 @@ def require_narrowable(model: nn.Module) -> None:
     for attention in attentions_of(model):
         for norm in attention.norms:
             if getattr(model.get_submodule(norm), "weight", None) is None:
-                raise ModelError(f"{norm} has no weight that could take in a change of scale; leave its model as wide")
-    for handle in record.survey.handles:
-        is_left = handle.site.kind == "activation" and not record.plan.removes(handle.site)
-        if is_left and (handle.ffn is None or not isinstance(model.get_submodule(handle.ffn.first), nn.Linear)):
+                raise ModelError(f"{norm} has no weight to absorb a change of scale; keep the width of this model")
+    for handle in record.left:
+        is_ffn = handle.site.kind == "activation"
+        if is_ffn and (handle.ffn is None or not isinstance(model.get_submodule(handle.ffn.first), nn.Linear)):
             raise ModelError(
-                f"the FFN at {handle.site.path} is not Linear - activation - Linear; width is taken from ViT, DeiT, "
-                "DINOv2, CLIP and SigLIP, or remove that FFN first with removal=('skip', 'drop')"
+                f"the FFN at {handle.site.path} is not Linear - activation - Linear; width pruning supports ViT, "
+                "DeiT, DINOv2, CLIP and SigLIP, or remove that FFN first with removal=('skip', 'drop')"
             )
 
 
 def attentions_of(model: nn.Module) -> list[Attention]:
-    """Return the attention layers that are left in a ``known`` model; ``ModelError`` if one is of an unknown class."""
-    record = require_record(model)
-    left = [h for h in record.survey.handles if h.site.kind == "attention" and not record.plan.removes(h.site)]
+    """Return the remaining attention layers of a model with a record; ``ModelError`` if one is of an unknown class."""
+    left = [handle for handle in require_record(model).left if handle.site.kind == "attention"]
     return [attention_at(model, handle.parts.core) for handle in left if handle.parts]
 
 
 def ffns_of(model: nn.Module) -> list[Ffn]:
-    """Return the FFNs of a ``known`` model that can lose hidden features.
+    """Return the FFNs of a model with a record whose hidden features can be removed.
 
-    One without its activation is left out where it is worth merging: merged it has no hidden features, so to cut some
-    would cost rank and save nothing.
+    One without its activation is not among them if it is worth merging: merged it has no hidden features, so removing
+    some would cost rank and save nothing.
     """
     record = require_record(model)
     pairs = [(handle.site, handle.ffn) for handle in record.survey.handles if handle.ffn]
@@ -142,7 +141,7 @@ def ffns_of(model: nn.Module) -> list[Ffn]:
 
 
 def _stays_two(model: nn.Module, ffn: Ffn) -> bool:
-    """Whether an FFN without its activation has two layers and is to keep them."""
+    """Whether an FFN without its activation has two layers that are not worth merging."""
     there = dict(model.named_modules())
     first, second = there.get(ffn.first), there.get(ffn.second)
     return isinstance(first, nn.Linear) and isinstance(second, nn.Linear) and not is_cheaper_folded(first, second)
@@ -150,7 +149,7 @@ def _stays_two(model: nn.Module, ffn: Ffn) -> bool:
 
 @contextmanager
 def gradients(model: nn.Module) -> Iterator[None]:
-    """Let all parameters have fresh gradients for a while; afterwards they are as they were."""
+    """Give all parameters fresh gradients for a while, and restore theirs afterwards."""
     before = [(parameter, parameter.grad, parameter.requires_grad) for parameter in model.parameters()]
     try:
         for parameter, _, _ in before:
@@ -164,9 +163,9 @@ def gradients(model: nn.Module) -> Iterator[None]:
 
 
 def score(model: nn.Module, importance: Importance, seed: int = 0) -> Narrowable:
-    """Return what can be made narrower in a ``known`` model, with scores; ``taylor`` takes the gradients there are.
+    """Return what can be made narrower in a model with a record, with scores; ``taylor`` reads its gradients.
 
-    Call it inside ``gradients``, which the graph is read off as well.
+    Call it inside ``gradients``, which building the graph needs as well.
     """
     record = require_record(model)
     copy = unfuse_(clone(model)).eval()
@@ -185,7 +184,7 @@ def score(model: nn.Module, importance: Importance, seed: int = 0) -> Narrowable
 
 
 class _Graph:
-    """Torch-Pruning's graph of one model, asked by paths."""
+    """Torch-Pruning's graph of one model, by paths."""
 
     def __init__(self, model: nn.Module, images: Tensor) -> None:
         self.model = model
@@ -222,14 +221,14 @@ class _Graph:
         return bool(self.graph.is_out_channel_pruning_fn(dep.handler))
 
     def unseen(self) -> dict[str, nn.Parameter]:
-        """Return the loose parameters that took no part in the answer, such as a token for masked images."""
+        """Return the loose parameters that the output does not depend on, such as a token for masked images."""
         seen = {id(module) for module in self.graph.module2node}
         return {name: parameter for name, parameter in self.loose.items() if id(parameter) not in seen}
 
 
 def _tensors(answer: Any) -> list[Tensor]:
-    """Return what a model answered with, as a list."""
-    plain = tuple(answer.values()) if isinstance(answer, dict) else answer  # transformers answers with dictionaries
+    """Return the output of a model as a list."""
+    plain = tuple(answer.values()) if isinstance(answer, dict) else answer  # transformers returns dictionaries
     return [leaf for leaf in tree_leaves(plain) if isinstance(leaf, Tensor) and leaf.requires_grad]
 
 
@@ -237,7 +236,7 @@ Scorer = Callable[[Any], Tensor]
 
 
 def _scorer(model: nn.Module, importance: Importance, seed: int, has_norms: bool = False) -> Scorer:
-    """Return what gives each root entry of a group its score; weights of norms count only if they are asked for."""
+    """Return a function that scores each root entry of a group; weights of norms count only with ``has_norms``."""
     if importance == "random":
         generator = torch.Generator().manual_seed(seed)
         return lambda group: torch.rand(len(group[0].idxs), generator=generator, dtype=torch.float64)
@@ -280,7 +279,7 @@ def _stream(model: nn.Module, graph: _Graph, scorer: Scorer) -> tuple[Channels |
 
 
 def _roots(model: nn.Module) -> list[str]:
-    """Return linear layers that are given the stream."""
+    """Return linear layers whose input is the stream."""
     there = dict(model.named_modules())
     ffns = [handle.ffn for handle in require_record(model).survey.handles if handle.ffn]
     left = [ffn.first for ffn in ffns if isinstance(there.get(ffn.first), nn.Linear)]

@@ -19,25 +19,25 @@ if TYPE_CHECKING:
     from hetdpt.reduce.width.narrow import WidthSurvey
 
 Progress = Callable[[str, int, int], None]
-"""Called with (what is done, steps done, steps in all); in all is 0 where nobody knows."""
+"""Called with (what is being done, steps done, steps in all); in all is 0 if unknown."""
 TOLERANCE = 0.02  # how far from its target a search may end
 CLOSE = 0.005  # how near it stops
-MOST = 0.95  # of a size goes at most in a search
+MOST = 0.95  # of a size is removed at most in a search
 SECONDS = 4.0  # of each timing
 RUNGS = (Ratios(hidden=1.0), Ratios(hidden=1.0, heads=1.0, head_dims=0.5), Ratios(1.0, 1.0, 1.0, 0.5))
-"""What goes together, what is missed least first: hidden features, then heads, then the embedding as well."""
-HALF = 0.5  # of a size goes at most before the next rung
+"""Sizes removed together, the least harmful first: hidden features, then heads too, then the embedding too."""
+HALF = 0.5  # of a size is removed at most before the next rung
 
 
 @dataclass(frozen=True)
 class Tried:
-    """What a model costs, merged, once so much of its width is gone."""
+    """The costs of a model, merged, with these ratios of its width removed."""
 
     ratios: Ratios
     macs: int
     params: int
     ms: float | None = None
-    """Measured milliseconds of a batch; None where they are not needed."""
+    """Measured milliseconds of a batch; None if not needed."""
     speedup: float | None = None
     """Measured, likewise."""
 
@@ -48,14 +48,14 @@ class Tried:
 
 @dataclass(frozen=True)
 class Timing:
-    """What a narrow model is timed against, and on how many images at once."""
+    """The model that a narrow one is timed against, and how many images at once."""
 
     dense: nn.Module
     batch: int | None
 
 
 class RatioSearch:
-    """Looks for the ratios that meet a target; remembers all it has tried."""
+    """Searches for the ratios that meet a target; remembers all it has tried."""
 
     def __init__(
         self,
@@ -69,13 +69,13 @@ class RatioSearch:
         self.model, self.seen, self.goal, self.target, self.timing = model, seen, goal, target, timing
         self.progress = progress
         self._found: dict[Any, Tried] = {}
-        """By the sizes that were left."""
+        """By the sizes that were kept."""
 
     def look(self, ratios: Ratios) -> Tried:
-        """Return what the model costs once ``ratios`` are gone and it is merged."""
+        """Return the costs of the model with ``ratios`` removed, merged."""
         kept = self.seen.choose(ratios)
-        if (known_one := self._found.get(kept.sizes)) is not None:
-            return known_one
+        if (earlier := self._found.get(kept.sizes)) is not None:
+            return earlier
         costs = self.seen.costs(self.model, kept)
         timed = self._time(kept) if self.goal is not None and self.goal.is_timed else ()
         found = Tried(ratios, costs.macs, costs.params, *timed)
@@ -111,7 +111,7 @@ class RatioSearch:
         whole = self.look(Ratios())
         if self.excess(whole) < -TOLERANCE:
             raise PlanError(
-                f"the model already has {self._show(whole)}, which meets the goal {self._wish}; nothing is to be "
+                f"the model already has {self._show(whole)}, which meets the goal {self._wish}; nothing has to be "
                 "removed, so set a harder goal"
             )
         most = MOST / max(shares.by_name.values())
@@ -127,7 +127,7 @@ class RatioSearch:
         return self.best
 
     def _halve(self, ratios: Callable[[float], Ratios], high: float) -> None:
-        """Halve the range from 0 to ``high`` until the target is near, or the range is nothing."""
+        """Halve the range from 0 to ``high`` until the target is near, or for a fixed number of steps."""
         low, steps = 0.0, 8 if self._needed_goal.is_timed else 16
         if self.excess(self.look(ratios(high))) > 0:
             return
@@ -148,7 +148,7 @@ class RatioSearch:
 
     @property
     def best(self) -> Tried:
-        """The nearest to the target, of those that meet it if one of them is near enough."""
+        """The try nearest to the target, among those that meet it if one of them is near enough."""
         return min(
             self._found.values(), key=lambda one: (not -TOLERANCE <= self.excess(one) <= 0, abs(self.excess(one)))
         )

@@ -1,6 +1,6 @@
-"""The sizes of a narrowed model: cut out of a wide one, read off it, and put on another.
+"""The sizes of a narrowed model: applied to a wide one, read from it, and restored on another.
 
-All that a saved model needs, so Torch-Pruning is not. What is to go is not decided here.
+A saved model needs no more, so Torch-Pruning is not imported. What is removed is not decided here.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ STREAM_SIZES = ("embed_dim", "num_features", "head_hidden_size", "hidden_size")
 LAYER_SIZES = ("in_features", "out_features", "out_channels", "embedding_dim", "normalized_shape", "shape")
 """What layers call the sizes of their tensors."""
 SIZES = {*STREAM_SIZES, *LAYER_SIZES, *(size for names in NAMES.values() for size in names.sizes)}
-"""The attributes that say a size, and so change with it; no others do."""
+"""The attributes that hold a size and change with it; no others do."""
 
 
 @dataclass(frozen=True)
 class Widths:
-    """The sizes of a narrowed model that differ from those of the model it was made of.
+    """The sizes of a narrowed model that differ from those of the original.
 
     >>> Widths((("head.weight", (10, 96)),), (("head", "in_features", 96),)).shapes[0]
     ('head.weight', (10, 96))
@@ -41,9 +41,9 @@ class Widths:
     shapes: tuple[tuple[str, tuple[int, ...]], ...]
     """Parameters and buffers by name, and their shapes."""
     attributes: tuple[tuple[str, str, Any], ...]
-    """Path of a module, name of an attribute, and the number or tuple of numbers that it has now."""
+    """Path of a module, name of an attribute, and its new value, a number or tuple of numbers."""
     stream: int | None = None
-    """Channels of the residual stream, if some went."""
+    """Channels of the residual stream, if some were removed."""
 
     @classmethod
     def from_dict(cls, values: Any) -> Widths:
@@ -56,7 +56,7 @@ class Widths:
 
 @dataclass(frozen=True)
 class WidthCut:
-    """What is left of a model: entries of its tensors along their axes, and attributes that say so."""
+    """What is kept of a model: entries of its tensors along their axes, and the new values of attributes."""
 
     kept: dict[Place, Tensor] = field(default_factory=dict)
     """Indices, in order."""
@@ -66,7 +66,7 @@ class WidthCut:
 
 @torch.no_grad()
 def cut_(model: nn.Module, cut: WidthCut) -> nn.Module:
-    """Keep the entries that ``cut`` lists, in tensors of their own: what shares the old ones keeps them whole."""
+    """Keep the entries that ``cut`` lists, in new tensors: models that share the old ones are not changed."""
     owners = set()
     for (name, axis), kept in cut.kept.items():
         path, _, leaf = name.rpartition(".")
@@ -82,14 +82,14 @@ def cut_(model: nn.Module, cut: WidthCut) -> nn.Module:
 
 
 def mark_narrowed_(model: nn.Module, stream: int | None) -> None:
-    """Let a ``known`` model know that its sizes are others now; its anatomy stays that of the model it began with."""
+    """Record that the sizes of a model have changed; its anatomy stays that of the original."""
     record = require_record(model)
     survey = record.survey if stream is None else _resized(record.survey, stream)
     vars(model)[RECORD] = replace(record, survey=survey, is_narrowed=True)
 
 
 def _resized(survey: Survey, width: int) -> Survey:
-    """Return ``survey`` with the stream as wide as it is now."""
+    """Return ``survey`` with the new width of the stream."""
 
     def layout(one: Layout) -> Layout:
         return replace(one, shape=tuple(width if axis == one.axis else side for axis, side in enumerate(one.shape)))
@@ -104,7 +104,7 @@ def _resized(survey: Survey, width: int) -> Survey:
 
 
 def _stream_now(survey: Survey) -> int | None:
-    """Return the channels of the stream; None where they are as many as ever."""
+    """Return the channels of the stream; None if unchanged."""
     width = next(handle.parts.core_layout.width for handle in survey.handles if handle.parts)
     return width if width != survey.anatomy.width else None
 
@@ -127,10 +127,9 @@ def widths_of(model: nn.Module, wide: nn.Module) -> Widths:
 
 
 def reshape_(model: nn.Module, widths: Widths) -> nn.Module:
-    """Give ``model`` the sizes of a narrowed one; what the tensors concerned hold is lost.
+    """Give ``model`` the sizes of a narrowed one; the values of these tensors are lost.
 
-    No size may be new or larger than it was, and the model must run, whoever wrote the file they come from; else
-    ``FileError``.
+    ``FileError`` unless all sizes exist, none is larger than it was, and the model runs: the file may be anyone's.
     """
     tensors, modules = dict(_tensors(model)), dict(model.named_modules())
     for name, shape in widths.shapes:
@@ -157,7 +156,7 @@ def reshape_(model: nn.Module, widths: Widths) -> nn.Module:
 
 
 def _require_stream(model: nn.Module, stream: int | None) -> None:
-    """Raise unless FFNs are given as many channels as the stream is said to have."""
+    """Raise unless FFNs take as many channels as the stream is said to have."""
     survey, there = require_record(model).survey, dict(model.named_modules())
     layers = [there.get(handle.ffn.first) for handle in survey.handles if handle.ffn]
     given = [layer.weight.shape[1] for layer in layers if isinstance(layer, nn.Linear)]
@@ -167,19 +166,19 @@ def _require_stream(model: nn.Module, stream: int | None) -> None:
 
 
 def _require_runs(model: nn.Module) -> None:
-    """Raise unless the sizes of a ``known`` model fit together; found out without arithmetic."""
+    """Raise unless the sizes of a model fit together, found by a dry run."""
     try:
         dry_run(model, (2, *require_record(model).survey.input_size), lambda *_: torch.no_grad())
     except ModelError as error:
         raise FileError(
-            f"the widths do not fit together, as the model does not run with them: "
+            f"the widths are inconsistent: the model does not run with them: "
             f"{first_line(error.__cause__ or error)}; save it again"
         ) from error
 
 
 def _refusal(name: str, value: Any, was: Any) -> FileError:
-    there = "is not there" if was is None else f"is {was}"
-    return FileError(f"the widths say {name} is {value}, but in the model they are for it {there}; save it again")
+    there = "does not exist" if was is None else f"is {was}"
+    return FileError(f"the widths say {name} is {value}, but in the original model it {there}; save it again")
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -192,12 +191,12 @@ def _like(old: Tensor, new: Tensor) -> Tensor:
 
 
 def _sizes(module: nn.Module) -> Mapping[str, Any]:
-    """Return the attributes of ``module`` that say a size: numbers, or tuples of whole ones."""
+    """Return the attributes of ``module`` that hold a size: numbers, or tuples of whole ones."""
     return {name: value for name, value in vars(module).items() if name in SIZES and _is_alike(value, value)}
 
 
 def _is_alike(one: Any, other: Any) -> bool:
-    """Whether two values are both whole numbers, or both of them other numbers, or tuples of as many whole ones."""
+    """Whether two values are both integers, both floats, or both tuples of as many integers."""
     if isinstance(one, tuple) and isinstance(other, tuple):
         return len(one) == len(other) > 0 and all(type(side) is int for side in (*one, *other))
     return type(one) is type(other) and type(one) in (int, float)
@@ -210,7 +209,7 @@ def _is_narrower(value: Any, was: Any) -> bool:
 
 
 def _follow(module: nn.Module) -> None:
-    """Set the sizes that a layer keeps beside its tensors."""
+    """Update the size attributes of a layer from its tensors."""
     if isinstance(module, nn.Linear):
         module.out_features, module.in_features = module.weight.shape
     elif isinstance(module, nn.Conv2d):
@@ -230,7 +229,7 @@ def _whole(value: Any) -> int:
 
 
 def _number(value: Any) -> Any:
-    """Return a number, or a tuple of numbers, as JSON has it; ``ValueError`` for anything else."""
+    """Return a number, or a tuple of numbers, from JSON; ``ValueError`` for anything else."""
     if isinstance(value, list | tuple):
         return tuple(_number(side) for side in value)
     if isinstance(value, bool) or not isinstance(value, int | float):
