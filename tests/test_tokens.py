@@ -51,7 +51,7 @@ REFUSED = {
     "eva02_tiny_patch14_224": "blocks.0 cannot reduce tokens: it takes other inputs too",
     "hf DINOv3ViTModel": "model.layer.0 cannot reduce tokens: it takes other inputs too",
     "beit_base_patch16_224": "its attention has a bias or a mask",
-    "convit_tiny": "no call of torch's scaled_dot_product_attention",
+    "convit_tiny": "does not call torch's scaled_dot_product_attention",
     "xcit_nano_12_p8_224": "not x \\+ attention, then x \\+ FFN and nothing more",
     "naflexvit_base_patch16_gap": "expected the 20 tokens of NaFlexVit to be the patches",
 }
@@ -457,7 +457,7 @@ def test_half_precision_keeps_sizes_in_float32(model: nn.Module, images: Tensor)
     reduce_tokens_(model.half(), Tokens("tome", 2))
     sizes: list[torch.dtype] = []
     blocks = model.get_submodule("blocks")
-    hook = blocks[1].register_forward_pre_hook(lambda *_: sizes.append(halves._HERE.stream.sizes.dtype))  # type: ignore
+    hook = blocks[1].register_forward_pre_hook(lambda *_: sizes.append(halves._CURRENT.stream.sizes.dtype))  # type: ignore
     assert answers(model, images.half())[0].dtype == torch.float16
     hook.remove()
     assert sizes == [torch.float32]
@@ -498,12 +498,12 @@ def test_an_error_in_the_middle_leaves_nothing_behind(model: nn.Module, images: 
     hook = model.get_submodule("blocks.1.mlp").register_forward_pre_hook(stop)
     with pytest.raises(RuntimeError, match="enough"):
         model(images)
-    assert halves._HERE.stream is None
+    assert halves._CURRENT.stream is None
     hook.remove()
     with pytest.raises(ModelError, match="call the whole model"):
         model.get_submodule("blocks.1")(random(2, 15, 48).float())
     assert are_equal(answers(model, images), expected)
-    assert halves._HERE.stream is None
+    assert halves._CURRENT.stream is None
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -597,7 +597,7 @@ WRONG_SHARES: list[Any] = [(1, 1), (1, 1, 1, 2), (1, 1, -1, 1), ("1", 1, 1, 1), 
 
 def test_what_is_wrong_with_settings_or_images_is_said(model: nn.Module) -> None:
     for make, text in (
-        (lambda: Ratios(heads=1.5), "heads that goes is a number from 0 to 1, not 1.5"),
+        (lambda: Ratios(heads=1.5), "heads to remove is a number from 0 to 1, not 1.5"),
         (lambda: WidthConfig(importance="entropy"), "taylor, l2, random, not 'entropy'"),  # type: ignore[arg-type]
         (lambda: WidthConfig(round_to=0), "multiples of 1 or more"),
         *((partial(WidthConfig, shares=shares), "shares are four numbers from 0 to 1") for shares in WRONG_SHARES),
@@ -625,14 +625,14 @@ def test_doctored_widths_are_refused(model: nn.Module) -> None:
         ([("head.weight", (10, 1 << 40))], [], "head.weight is .* but in the original model it is"),
         ([("head.weight", (10,))], [], "head.weight"),
         ([("head.weight", (10, 0))], [], "head.weight"),
-        ([("nothing.weight", (1, 1))], [], "is not there"),
+        ([("nothing.weight", (1, 1))], [], "does not exist"),
         ([], [("blocks.0.attn", "num_heads", 7)], "num_heads is 7"),
         ([], [("blocks.0.attn", "num_heads", 1.0)], "num_heads"),
         ([], [("blocks.0.attn", "scale", float("inf"))], "scale"),
-        ([], [("blocks.0.attn", "forward", 1)], "is not there"),
-        ([], [("blocks.0.attn", "training", 1)], "is not there"),
-        ([], [("norm", "eps", 1e-9)], "is not there"),
-        ([], [("nowhere", "num_heads", 1)], "is not there"),
+        ([], [("blocks.0.attn", "forward", 1)], "does not exist"),
+        ([], [("blocks.0.attn", "training", 1)], "does not exist"),
+        ([], [("norm", "eps", 1e-9)], "does not exist"),
+        ([], [("nowhere", "num_heads", 1)], "does not exist"),
     ):
         with pytest.raises(FileError, match=text):
             reshape_(deepcopy(wide), Widths(tuple(shapes), tuple(attributes)))
