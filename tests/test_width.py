@@ -649,12 +649,14 @@ DOCTORED: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "heads of other layers": (lambda w: heads_of(w, 1), "the widths are inconsistent"),
     "no attributes": (lambda w: {**w, "attributes": []}, "the widths are inconsistent"),
     "no shapes": (lambda w: {**w, "shapes": []}, "the widths say the stream is 36"),
-    "shape infinite": (lambda w: {**w, "shapes": [["head.weight", [inf, 1]]]}, "not a recipe"),
-    "shape not whole": (lambda w: {**w, "shapes": [["head.weight", [10.0, 36]]]}, "not a recipe"),
-    "more": (lambda w: {**w, "more": 1}, "not a recipe"),
-    "less": (lambda w: {"shapes": w["shapes"], "attributes": w["attributes"]}, "not a recipe"),
-    "list": (lambda _: [1], "not a recipe"),
-    **{f"stream {value}": (lambda w, v=value: {**w, "stream": v}, "not a recipe") for value in (-5, 1.5, True, inf, "x")},
+    "shape infinite": (lambda w: {**w, "shapes": [["head.weight", [inf, 1]]]}, "a recipe of"),
+    "shape not whole": (lambda w: {**w, "shapes": [["head.weight", [10.0, 36]]]}, "a recipe of"),
+    "more": (lambda w: {**w, "more": 1}, "a recipe of"),
+    "less": (lambda w: {"shapes": w["shapes"], "attributes": w["attributes"]}, "a recipe of"),
+    "list": (lambda _: [1], "a recipe of"),
+    **{
+        f"stream {value}": (lambda w, v=value: {**w, "stream": v}, "a recipe of") for value in (-5, 1.5, True, inf, "x")
+    },
     **{
         f"stream {value}": (lambda w, v=value: {**w, "stream": v}, "the widths say the stream is")
         for value in (0, 35, 10**9, None)
