@@ -293,7 +293,8 @@ class StopError(Exception):
 
 
 @pytest.mark.parametrize(
-    "stage", ["row 1 of 1: hetdpt, 2 layers, seed 0, search", "row 1 of 1: hetdpt, 2 layers, seed 0, fine-tuning"]
+    "stage",
+    ["row 1 of 1: hetdpt, 2 layers, seed 0, learning importances", "row 1 of 1: hetdpt, 2 layers, seed 0, fine-tuning"],
 )
 def test_stopped_within_a_task_it_goes_on_from_the_checkpoint(
     stage: str, whole: MethodComparison, dense: nn.Module, data: Data, tmp_path: Path

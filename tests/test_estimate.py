@@ -96,7 +96,7 @@ def test_the_collection_takes_as_many_updates_and_evaluations(
 def test_the_search_and_the_fine_tuning_take_as_many_updates(dense: nn.Module, whole: Estimate, tmp_path: Path) -> None:
     asked, told = config(tmp_path), list[tuple[str, int, int]]()
     select(dense, DATA, Budget(1, 1), "hetdpt", asked.select_config, progress=lambda *now: told.append(now))
-    assert stage(whole, "select").updates == len([text for text, _, _ in told if text == "search"]) == 10
+    assert stage(whole, "select").updates == len([text for text, _, _ in told if text == "learning importances"]) == 10
     *_, last = hetdpt.recover(deepcopy(dense), None, DATA, asked.recovery)
     assert stage(whole, "recover").updates == last.update == 15
     assert stage(whole, "recover").evaluations == 4 * len(DATA.val or ())

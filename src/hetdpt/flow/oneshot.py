@@ -27,6 +27,7 @@ from hetdpt.measurement.costs import Costs
 from hetdpt.measurement.speed import ThroughputComparison, measure_throughput
 from hetdpt.selection.damage import GreedyChoice, choose
 from hetdpt.selection.goal import OneShotConfig, RemovalTarget
+from hetdpt.selection.select import StageProgress
 from hetdpt.store.atomic import require_new
 from hetdpt.store.run_directory import Run
 from hetdpt.surgery.calibrate import calibrate_
@@ -37,8 +38,6 @@ from hetdpt.surgery.remove import prune_
 PLAN_FILE, ONESHOT_FILE = "plan.json", "oneshot.json"
 ATTEMPTS = 3  # at a speedup, each with more layers than the one before
 TIMING_SECONDS = 20.0
-StageProgress = Callable[[str, int, int], None]
-"""Called with what is being done and (steps done, steps in all)."""
 
 
 @dataclass(frozen=True)

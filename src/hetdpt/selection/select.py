@@ -176,7 +176,11 @@ def _images(model: nn.Module, data: Data, config: SelectConfig, workers: int, st
 def _by_entropy(task: _Task) -> list[Site]:
     """Return the sites removed one after another, each with the least transfer entropy of its kind."""
     order = greedy_order(
-        task.model, task.images, task.kinds, removal=task.config.removal, progress=task.stage("transfer entropy")
+        task.model,
+        task.images,
+        task.kinds,
+        removal=task.config.removal,
+        progress=task.stage("measuring transfer entropy"),
     )
     _tell(task, order.items())
     return list(order)
@@ -197,7 +201,7 @@ def _by_damage(task: _Task) -> list[Site]:
             judge=judge,
             removal=task.config.removal,
             chosen=chosen,
-            progress=task.stage("damage"),
+            progress=task.stage("measuring damage"),
         )
         chosen = [*chosen, *found]
     _tell(task, [(choice.site, choice.damage) for choice in chosen])
@@ -248,7 +252,7 @@ def _by_importance(task: _Task) -> list[Site]:
         device=task.device,
         workers=task.workers,
         keeper=task.keeper,
-        watch=partial(_move, task.stage("search")),
+        watch=partial(_move, task.stage("learning importances")),
         companion=search,
         evaluates=False,
     )
@@ -261,7 +265,12 @@ def _prior(task: _Task, candidates: list[Site]) -> Prior:
     """Return the damage of each candidate, the same in all processes."""
     judge, training = _judge(task), task.config.search.training
     found = damage_of_each(
-        task.model, task.images, candidates, judge=judge, removal=task.config.removal, progress=task.stage("damage")
+        task.model,
+        task.images,
+        candidates,
+        judge=judge,
+        removal=task.config.removal,
+        progress=task.stage("measuring damage"),
     )
     device = next(task.model.parameters()).device
     values = broadcast_(torch.tensor([found[site] for site in candidates], device=device))
@@ -274,7 +283,11 @@ def _candidates(task: _Task) -> list[Site]:
     if None in task.kinds or task.config.candidates == "all":
         return [site for site in task.offered if None in task.kinds or site.kind in task.kinds]
     te = transfer_entropy(
-        task.model, task.images, sites=task.offered, removal=task.config.removal, progress=task.stage("candidates")
+        task.model,
+        task.images,
+        sites=task.offered,
+        removal=task.config.removal,
+        progress=task.stage("choosing candidates"),
     )
     chosen = [
         site

@@ -43,7 +43,7 @@ from hetdpt.selection.entropy import require_offered
 from hetdpt.selection.importance import ImportanceSearch
 from hetdpt.selection.methods import Method, method_called
 from hetdpt.selection.predictor.samples import prune_next
-from hetdpt.selection.select import kinds_of
+from hetdpt.selection.select import StageProgress, kinds_of
 from hetdpt.store.checkpoints import KEPT
 from hetdpt.surgery.calibrate import gate_fitted_
 from hetdpt.surgery.merge import merge_
@@ -60,8 +60,6 @@ SMALL = 1 << 28  # bytes of a model that is saved for a trial; what a larger one
 WARMUP, RUNS = 10, 100  # batches of measure_throughput
 PART = 3  # if the goal is not a number of layers, one in so many is assumed to be removed
 RATIOS, TIMED, SEARCH = 10, 20, 50  # ratios tried for a goal, for one that is a speedup; batches that time each
-StageProgress = Callable[[str, int, int], None]
-"""Called with what is being done and (steps done, in all)."""
 
 
 @dataclass(frozen=True)

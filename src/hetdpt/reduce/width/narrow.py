@@ -277,7 +277,7 @@ def _look(
                 if is_taylor:
                     _loss(answer, labels).backward()
             if progress:
-                progress("looking at images", done, length_hint(batches))
+                progress("measuring importance on images", done, length_hint(batches))
 
 
 def _pairs(model: nn.Module, batches: Batches, needs_labels: bool) -> Iterator[tuple[Tensor, Any]]:

@@ -81,7 +81,7 @@ class RatioSearch:
         found = Tried(ratios, costs.macs, costs.params, *timed)
         self._found[kept.sizes] = found
         if self.progress:
-            self.progress("searching", len(self._found), 0)
+            self.progress("searching for the width", len(self._found), 0)
         return found
 
     def _time(self, kept: Kept) -> tuple[float, float]:

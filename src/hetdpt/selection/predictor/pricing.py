@@ -57,7 +57,7 @@ def measure_prices(
         left = Costs.of(merge_(without(base, site)), size)
         saved[site] = Price(dense.macs - left.macs, dense.params - left.params)
         if progress:
-            progress("counting", done, len(offered))
+            progress("counting the costs of layers", done, len(offered))
     whole = Price(dense.macs, dense.params)
     measured = ""
     if latency:
