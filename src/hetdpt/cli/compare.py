@@ -103,10 +103,10 @@ def _line(done: ComparisonDone | SampleDone) -> str:
         plan = outcome.plan
         return f"{about}: removes attention {_blocks(plan.attention)}, activation {_blocks(plan.activation)}{by}"
     if cell is None:
-        return f"{about}: accuracy {outcome.accuracy:.2f} %{by}"
+        return f"{about}: accuracy {percent(outcome.accuracy)}{by}"
     if outcome.method != cell.method:
         by = f" (the model of {outcome.method}, which chose the same)"
-    return f"{about}: {outcome.start:.2f} -> {outcome.accuracy:.2f} %{by}"
+    return f"{about}: {outcome.start:.2f} -> {percent(outcome.accuracy)}{by}"
 
 
 def _blocks(blocks: tuple[int, ...]) -> str:

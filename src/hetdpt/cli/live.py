@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from hetdpt.cli.show import is_first_process
-from hetdpt.core.format import duration
+from hetdpt.core.format import duration, percent
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
@@ -101,7 +101,7 @@ class RunProgress:
         if event.stage not in self.stages:
             self.stages.append(event.stage)
         if event.best is not None:
-            self.best = f"best {event.best:.2f} % in {event.stage}"
+            self.best = f"best {percent(event.best)} in {event.stage}"
         if event.kind == "progress":
             self.stage = event.stage
             self.step(event.text, event.done, event.total)

@@ -11,6 +11,7 @@ from hetdpt.cli.command import option
 from hetdpt.cli.options import DataOptions, ModelOptions, OutputOptions, TrainingOptions, WorkOptions
 from hetdpt.cli.show import by_others, print_, print_json, table
 from hetdpt.core.errors import PlanError
+from hetdpt.core.format import percent
 from hetdpt.core.plan import KINDS, Kind
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ def _line(one: Observed) -> str:
     if isinstance(result, Asymmetry):
         accuracies = " -> ".join(f"{accuracy:.2f}" for accuracy in result.accuracies)
         return f"{removal_text(result.removal)}, without {result.site.kind} {result.site.block}: {accuracies} %{by}"
-    return f"dense: accuracy {result.accuracy:.2f} %{by}"
+    return f"dense: accuracy {percent(result.accuracy)}{by}"
 
 
 def _short(value: float | None) -> str:
@@ -122,4 +123,4 @@ def _drops(found: Observations, removal: Removal, after: str) -> str | None:
     )
     if not first:
         return None
-    return f"points lost of {found.dense:.2f} %, medians over blocks: {first}; after {after} {last}"
+    return f"points lost of {percent(found.dense)}, medians over blocks: {first}; after {after} {last}"

@@ -106,7 +106,7 @@ def _print_allocation(allocation: Allocation, most: int | None) -> None:
     if allocation.rechecked:
         return click.echo(f"{remove}; {percent(best.measured)} measured, the best of {len(allocation.rechecked)}")
     click.echo(
-        f"{remove}; wins {100 * best.share:.0f} % of {DRAWS:,} bootstrap draws"
+        f"{remove}; wins {percent(100 * best.share, 0)} of {DRAWS:,} bootstrap draws"
         + (f"; cannot be told from: {_names(others)}" if others else "")
     )
 

@@ -96,11 +96,11 @@ def print_breakdown(latency: LatencyTable) -> None:
 def epoch_line(epoch: Epoch, metric: str = "accuracy") -> str:
     """Return the results of an epoch as a line; ``metric`` is what its score is called."""
     if not epoch.number:
-        return f"before training: {metric} {epoch.last:.2f} %"
-    ema = f", ema {epoch.ema:.2f} %" if epoch.ema is not None else ""
+        return f"before training: {metric} {percent(epoch.last)}"
+    ema = f", ema {percent(epoch.ema)}" if epoch.ema is not None else ""
     return (
-        f"epoch {epoch.number}/{epoch.epochs}: loss {epoch.loss:.4f}, last {epoch.last:.2f} %, best {epoch.best:.2f} %"
-        f"{ema}, {epoch.images_per_second:.1f} images/s, {epoch.seconds:.0f} s"
+        f"epoch {epoch.number}/{epoch.epochs}: loss {epoch.loss:.4f}, last {percent(epoch.last)}, "
+        f"best {percent(epoch.best)}{ema}, {epoch.images_per_second:.1f} images/s, {epoch.seconds:.0f} s"
     )
 
 

@@ -116,7 +116,7 @@ def _line(done: TokensDone) -> str:
         return f"timed: {len(result)} models in turns{by}"
     assert done.subject is not None
     return (
-        f"{done.subject.model}, r {done.subject.r}: {result.top1:.2f} % of {result.images} images, "
+        f"{done.subject.model}, r {done.subject.r}: {percent(result.top1)} of {result.images} images, "
         f"{result.tokens_left} tokens left, {amount(result.macs)} MACs{by}"
     )
 

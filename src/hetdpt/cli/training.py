@@ -23,6 +23,7 @@ from hetdpt.cli.options import (
 )
 from hetdpt.cli.show import epoch_line, is_first_process, print_, print_json, print_summary, table, warn_of
 from hetdpt.core.errors import TrainError
+from hetdpt.core.format import percent
 
 if TYPE_CHECKING:
     from torch import nn
@@ -56,8 +57,8 @@ def eval_(options: EvalOptions) -> None:
     if options.as_json:
         return print_json(**asdict(scores))
     click.echo(
-        f"top-1 {scores.top1:.2f} % (95 % interval {scores.low:.1f} to {scores.high:.1f}), top-5 {scores.top5:.2f} %, "
-        f"loss {scores.loss:.4f}, {scores.count} images"
+        f"top-1 {percent(scores.top1)} (95 % interval {scores.low:.1f} to {scores.high:.1f}), "
+        f"top-5 {percent(scores.top5)}, loss {scores.loss:.4f}, {scores.count} images"
     )
     warn_of(scores.unreadable)
 

@@ -22,7 +22,7 @@ from hetdpt.cli.options import (
 )
 from hetdpt.cli.show import by_others, print_, print_json, table
 from hetdpt.core.errors import MeasureError, PlanError
-from hetdpt.core.format import amount, counted
+from hetdpt.core.format import amount, counted, percent
 from hetdpt.report.transfer import cells, columns, measured, places
 
 if TYPE_CHECKING:
@@ -105,4 +105,4 @@ def transfer(options: TransferOptions) -> None:
 
 def _line(done: TransferDone) -> str:
     result, by = done.result, by_others(done.is_own)
-    return f"{done.subject.name}: {result.top1:.2f} % of {result.images} images, {amount(result.macs)} MACs{by}"
+    return f"{done.subject.name}: {percent(result.top1)} of {result.images} images, {amount(result.macs)} MACs{by}"

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hetdpt.core.format import percent
 from hetdpt.report.charts import save_figure
 
 if TYPE_CHECKING:
@@ -165,5 +166,5 @@ def verdict(measure: str, found: Mapping[str, Any], images: int) -> str:
     return (
         f"{measure}: {first}removed layers are {how} like their neighbours than kept ones: "
         f"{found['removed']:.3f} against {found['kept']:.3f} ({difference:+.3f}{interval}); "
-        f"{100 * found['as_alike']:.0f} % of all choices of as many layers are at least as similar to their neighbours"
+        f"{percent(100 * found['as_alike'], 0)} of all choices of as many layers are at least as similar to theirs"
     )

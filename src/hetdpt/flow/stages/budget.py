@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from hetdpt.core.errors import PlanError
+from hetdpt.core.format import percent
 from hetdpt.core.goals import BOUNDS, GOALS, Measures, Wanted, short
 from hetdpt.core.modules import clone
 from hetdpt.core.plan import KINDS, Budget, Sample
@@ -67,7 +68,7 @@ class AnalyseStage(Stage[AnalyseResult]):
         costs = Costs.of(model, survey.input_size)
         require_possible(model, config, costs)
         scores = evaluate(model, data, workers=config.workers, progress=context.part("evaluating the dense model"))
-        context.note(f"dense model: {scores.top1:.2f} % of {scores.count} images", best=scores.top1)
+        context.note(f"dense model: {percent(scores.top1)} of {scores.count} images", best=scores.top1)
         prices = measure_prices(model, removal=config.removal, batch=config.batch, progress=context.progress)
         _require_reach(config, prices)
         return AnalyseResult(
@@ -106,7 +107,7 @@ def require_possible(model: nn.Module, config: RunConfig, dense: Costs) -> None:
     wanted = Wanted(config.with_numbers(Price(dense.macs, dense.params)).target)
     for name in wanted.missed(least):
         if not GOALS[name].is_timed:
-            raise _out_of_reach(name, wanted, least, f"with {100 * (1 - MOST):.0f} % of its width")
+            raise _out_of_reach(name, wanted, least, f"with {percent(100 * (1 - MOST), 0)} of its width")
 
 
 def _require_reach(config: RunConfig, prices: Prices) -> None:
@@ -183,7 +184,7 @@ class CollectStage(Stage[CollectResult]):
                 seconds=step.seconds,
             )
             samples.append(sample)
-            context.note(f"sample {len(samples)} with {done.subject}: {step.accuracy:.2f} %")
+            context.note(f"sample {len(samples)} with {done.subject}: {percent(step.accuracy)}")
         return CollectResult(tuple(samples), measured_on)
 
     def estimate(self, trials: Trials) -> StageEstimate:
@@ -268,8 +269,8 @@ class AllocateStage(Stage[AllocateResult]):
         best = allocation.best
         if config.plus:
             _require_room(best.budget, prices, config)
-        share = f"the best split in {100 * best.share:.0f} % of bootstrap draws"
-        context.note(f"{best} layers to remove: predicted {best.accuracy:.2f} %, {share}")
+        share = f"the best split in {percent(100 * best.share, 0)} of bootstrap draws"
+        context.note(f"{best} layers to remove: predicted {percent(best.accuracy)}, {share}")
         return AllocateResult(
             wanted=dict(allocation.wanted.conditions),
             budget=best.budget,

@@ -6,7 +6,7 @@ from copy import deepcopy
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from hetdpt.core.format import fewer_tokens
+from hetdpt.core.format import fewer_tokens, percent
 from hetdpt.core.modules import clone
 from hetdpt.core.plan import Budget, Plan
 from hetdpt.core.tokens import read_tokens
@@ -146,8 +146,8 @@ class RecoverStage(Stage[RecoverResult]):
 
 def _line(epoch: Epoch) -> str:
     if not epoch.number:
-        return f"before fine-tuning: {epoch.last:.2f} %"
-    return f"epoch {epoch.number} of {epoch.epochs}: loss {epoch.loss:.4f}, {epoch.last:.2f} %"
+        return f"before fine-tuning: {percent(epoch.last)}"
+    return f"epoch {epoch.number} of {epoch.epochs}: loss {epoch.loss:.4f}, {percent(epoch.last)}"
 
 
 class MergeStage(Stage[MergeResult]):

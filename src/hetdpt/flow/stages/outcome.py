@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
+from hetdpt.core.format import percent
 from hetdpt.core.goals import BOUNDS
 from hetdpt.export.exported import export_model
 from hetdpt.export.saved import load, save
@@ -57,7 +58,7 @@ class MeasureStage(Stage[MeasureResult]):
         config, pruned = context.config, final_model(context)
         watch = context.part("evaluating the pruned model")
         scores = evaluate(pruned, context.data, workers=config.workers, progress=watch)
-        context.note(f"pruned model: {scores.top1:.2f} % of {scores.count} images", best=scores.top1)
+        context.note(f"pruned model: {percent(scores.top1)} of {scores.count} images", best=scores.top1)
         models = {"dense": context.model, "pruned": pruned}
         size, watch = require_record(pruned).survey.input_size, context.part("timing in turns")
         speed = measure_throughput(
@@ -148,7 +149,7 @@ class CompareStage(Stage[CompareResult]):
         steps = compare_into(context.directory, context.model, context.data, asked, context.execution, samples=samples)
         for done in steps:
             if isinstance(done.result, Trained) and isinstance(done.subject, Cell):
-                context.note(f"{done.subject.method}: {done.result.accuracy:.2f} %")
+                context.note(f"{done.subject.method}: {percent(done.result.accuracy)}")
         found = read_comparison(context.directory)
         warnings = (*left_out, *(text for text in found.warnings if text != GIVEN))  # ours are of images held out
         return CompareResult(rows=found.rows, images=found.dense.images, measured=found.measured, warnings=warnings)

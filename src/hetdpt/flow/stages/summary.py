@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from hetdpt.core.errors import PredictError
+from hetdpt.core.format import percent
 from hetdpt.core.goals import GOALS, Measures, Wanted
 from hetdpt.flow.comparison.compare import GIVEN
 from hetdpt.flow.stages.budget import predictor_of
@@ -111,7 +112,7 @@ def _warnings(context: RunContext) -> Iterator[str]:
     analysis, samples = context.of(AnalyseResult), context.get(CollectResult)
     accuracy, classes = analysis.accuracy, analysis.classes
     if accuracy.low <= 100 / classes:
-        chance = f"{accuracy.top1:.1f} % in {classes} classes"
+        chance = f"{percent(accuracy.top1, 1)} in {classes} classes"
         yield f"the dense model is no better than chance: {chance}; were its weights given?"
     for found in (context.get(AllocateResult), context.get(CompareResult)):
         yield from found.warnings if found else ()

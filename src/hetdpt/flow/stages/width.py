@@ -14,7 +14,7 @@ from torch import nn
 
 from hetdpt.adapters.preprocessing import preprocessing_of
 from hetdpt.core.errors import PlanError
-from hetdpt.core.format import counted
+from hetdpt.core.format import counted, percent
 from hetdpt.core.goals import BOUNDS, describe
 from hetdpt.core.plan import KINDS, Budget, Plan
 from hetdpt.data.fixed_batches import LabelledBatches
@@ -115,17 +115,18 @@ def choose(candidates: Sequence[Candidate], images: int) -> tuple[Candidate, str
     if fastest.speedup > FASTER * best.speedup:
         return fastest, (
             f"with {_spell(fastest)} it is faster, {fastest.speedup:.2f}x to {best.speedup:.2f}x, and as accurate as "
-            f"with {_spell(best)}, {fastest.accuracy:.2f} to {best.accuracy:.2f} %, {within}"
+            f"with {_spell(best)}, {fastest.accuracy:.2f} to {percent(best.accuracy)}, {within}"
         )
     others = [one for one in candidates if one is not best]
     if not others:
         return best, "no other number of layers can be tried for this goal"
     if tied != [best]:
-        return best, f"with {_spell(best)} it is as accurate as any, {best.accuracy:.2f} % {within}, and none is faster"
+        accuracy = f"{percent(best.accuracy)} {within}"
+        return best, f"with {_spell(best)} it is as accurate as any, {accuracy}, and none is faster"
     second = max(others, key=lambda one: one.accuracy)
     return best, (
-        f"with {_spell(best)} it is the most accurate after a brief fine-tuning, {best.accuracy:.2f} %; with "
-        f"{_spell(second)} it is {second.accuracy:.2f} %"
+        f"with {_spell(best)} it is the most accurate after a brief fine-tuning, {percent(best.accuracy)}; with "
+        f"{_spell(second)} it is {percent(second.accuracy)}"
     )
 
 
@@ -178,7 +179,7 @@ def _try(context: RunContext, split: Split, held: Data) -> dict[str, Any]:
     for _ in epochs:
         pass
     summary = summary_of(folder / BRIEF)
-    context.note(f"{split} layers removed and width: {summary['last']:.2f} %")
+    context.note(f"{split} layers removed and width: {percent(summary['last'])}")
     scores = {"start": summary["start"], "accuracy": summary["last"], "predicted": split.accuracy}
     return {"budget": split.budget, **read_json(folder / START / FOUND), **scores}
 
