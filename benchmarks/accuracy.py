@@ -23,7 +23,7 @@ from evidence import IMAGENET, RESULTS, VIT_TINY, VIT_TINY_WEIGHTS, Recorder, Re
 from torch import nn
 
 import hetdpt
-from hetdpt.cli.options import read_numbers, read_samples
+from hetdpt.cli.options import read_samples
 from hetdpt.core.plan import Budget
 from hetdpt.export.saved import open_model
 from hetdpt.flow.comparison.compare import CompareConfig, compare_into
@@ -95,7 +95,7 @@ def config_of(case: Case, removal: str, options: argparse.Namespace) -> CompareC
         recovery=case.collection, removal=removal, images=case.images, rounds=(8, 8, 7)
     )
     return CompareConfig(
-        layers=read_numbers("--layers", "numbers of layers", options.layers) if options.layers else case.layers,
+        layers=tuple(map(int, options.layers.split(","))) if options.layers else case.layers,
         methods=chosen,
         seeds=options.seeds,
         selection=SelectConfig(search=case.search, removal=removal, images=case.images),

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import hetdpt
-from hetdpt.cli.options import read_numbers, read_settings
+from hetdpt.cli.options import read_settings
 from hetdpt.export.saved import open_model
 from hetdpt.flow.stages.events import Event
 from hetdpt.measurement.machine import machine_of
@@ -39,7 +39,7 @@ def runs(options: argparse.Namespace) -> dict[str, RunSummary]:
     }  # fmt: skip
     ways = {name: dict(changes) for name, changes in WAYS.items()}
     if options.depths:
-        ways["depth + width"]["depths"] = read_numbers("--depths", "numbers of layers", options.depths)
+        ways["depth + width"]["depths"] = tuple(map(int, options.depths.split(",")))
     found = {}
     for way, changes in ways.items():
         settings = {**given, **read_settings(options.set), **changes, "out": folder_of(way, options.out)}

@@ -377,7 +377,7 @@ def test_what_is_there_stays_unless_it_is_ours_and_meant(run: Run, listing: Path
 
 # Bad input
 
-EXPECTED = "attention, activation, accuracy (layers removed, percent) or a, t, accuracy (ratios that are kept, percent)"
+EXPECTED = "attention, activation, accuracy (layers removed, percent) or a, t, accuracy (ratios kept, percent)"
 
 
 @pytest.mark.parametrize(
