@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from families import Family, named
 from torch import nn
 
-import hetdpt  # noqa: F401
+import hetdpt
 
 
 @pytest.fixture
@@ -24,3 +26,15 @@ def model(vit: Family) -> nn.Module:
 @pytest.fixture
 def images(vit: Family) -> torch.Tensor:
     return vit.images()
+
+
+@pytest.fixture
+def dense(home: Path) -> nn.Module:
+    """The model ``dense`` in the ``home`` of a module's tests."""
+    return hetdpt.load(home / "dense")
+
+
+@pytest.fixture
+def models(home: Path) -> dict[str, nn.Module]:
+    """The models ``dense`` and ``pruned`` in the ``home`` of a module's tests."""
+    return {name: hetdpt.load(home / name) for name in ("dense", "pruned")}

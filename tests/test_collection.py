@@ -61,18 +61,9 @@ def config(**changes: Any) -> CollectConfig:
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a directory with a model of three blocks that has seen the demo images for a moment."""
     folder = tmp_path_factory.mktemp("collection")
-    model = hetdpt.load(test_training_cli.build(folder / "raw"))
     upright = {"augmentation.hflip": 0.0, "augmentation.scale": (1.0, 1.0), "augmentation.ratio": (1.0, 1.0)}
     training = {"training.epochs": 5, "training.lr": 2e-3, **upright}
-    for _ in hetdpt.recover(model, None, "demo", quick().config.with_settings(training)):
-        pass
-    hetdpt.save(model, folder / "dense")
-    return folder
-
-
-@pytest.fixture
-def dense(home: Path) -> nn.Module:
-    return hetdpt.load(home / "dense")
+    return test_training_cli.build_trained(folder, quick().config.with_settings(training))
 
 
 @pytest.fixture(scope="module")

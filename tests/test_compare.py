@@ -78,17 +78,8 @@ def data() -> Data:
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a directory with a model of three blocks that has seen the demo images for a moment."""
     folder = tmp_path_factory.mktemp("compare")
-    model = hetdpt.load(test_training_cli.build(folder / "raw"))
     training = {"training.epochs": 4, "training.lr": 2e-3, "augmentation.hflip": 0.0, "per_class": 40}
-    for _ in hetdpt.recover(model, None, "demo", quick().config.with_settings(training)):
-        pass
-    hetdpt.save(model, folder / "dense")
-    return folder
-
-
-@pytest.fixture
-def dense(home: Path) -> nn.Module:
-    return hetdpt.load(home / "dense")
+    return test_training_cli.build_trained(folder, quick().config.with_settings(training))
 
 
 def compare(

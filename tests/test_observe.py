@@ -64,16 +64,8 @@ def config(**changes: Any) -> ObserveConfig:
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a directory with a model of two blocks that has seen the demo images for a moment."""
     folder = tmp_path_factory.mktemp("observe")
-    model = hetdpt.load(test_training_cli.build(folder / "raw", depth=2))
-    for _ in hetdpt.recover(model, None, DATA, recovery(**{"training.epochs": 2, "per_class": 30})):
-        pass
-    hetdpt.save(model, folder / "dense")
-    return folder
-
-
-@pytest.fixture
-def dense(home: Path) -> nn.Module:
-    return hetdpt.load(home / "dense")
+    training = recovery(**{"training.epochs": 2, "per_class": 30})
+    return test_training_cli.build_trained(folder, training, DATA, depth=2)
 
 
 @pytest.fixture(scope="module")

@@ -52,11 +52,6 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture
-def dense(home: Path) -> nn.Module:
-    return hetdpt.load(home / "dense")
-
-
 def images(count: int, seed: int = 0) -> list[Tensor]:
     return list(torch.randn(count, *SIZE, generator=torch.Generator().manual_seed(seed)).split(8))
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from faults import cut, flip
 
 from hetdpt.core.errors import FileError
 from hetdpt.store.atomic import written
@@ -164,16 +165,6 @@ def step_of(checkpoints: Checkpoints) -> int:
     assert state is not None
     assert torch.equal(state["weights"], torch.arange(1000.0) + state["step"])
     return int(state["step"])
-
-
-def flip(file: Path) -> None:
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content)
-
-
-def cut(file: Path) -> None:
-    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
 
 
 def empty(file: Path) -> None:

@@ -58,11 +58,6 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture
-def models(home: Path) -> dict[str, nn.Module]:
-    return {name: hetdpt.load(home / name) for name in ("dense", "pruned")}
-
-
 @pytest.fixture(scope="module")
 def whole(home: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the directory of a study that nobody disturbed."""

@@ -50,6 +50,15 @@ def build(directory: Path, **changes: Any) -> Path:
     return hetdpt.save(model.eval(), directory, base=hetdpt.Base("timm", "vit_tiny_patch16_224", sizes))
 
 
+def build_trained(folder: Path, config: hetdpt.RecoverConfig, data: Any = "demo", **changes: Any) -> Path:
+    """Train a small ViT for a moment, save it as ``folder/dense``, and return ``folder``."""
+    model = hetdpt.load(build(folder / "raw", **changes))
+    for _ in hetdpt.recover(model, None, data, config):
+        pass
+    hetdpt.save(model, folder / "dense")
+    return folder
+
+
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a directory with saved models and plans."""

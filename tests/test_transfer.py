@@ -96,11 +96,6 @@ def few(data: Data) -> Data:
     return replace(data, train=train, val=val)
 
 
-@pytest.fixture
-def models(home: Path) -> dict[str, nn.Module]:
-    return {name: hetdpt.load(home / name) for name in ("dense", "pruned")}
-
-
 @pytest.fixture(scope="module")
 def whole(home: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the directory of a study of probes that nobody disturbed."""
