@@ -151,13 +151,7 @@ def _info(folder: Path) -> dict[str, Any]:
 class StreamTraining:
     """Full batches of random views; an epoch resumed in its middle reads the skipped images too."""
 
-    def __init__(
-        self,
-        stream: Stream,
-        preprocessing: Preprocessing,
-        transform: Transform,
-        loading: Loading,
-    ) -> None:
+    def __init__(self, stream: Stream, preprocessing: Preprocessing, transform: Transform, loading: Loading) -> None:
         share = loading.share
         if len(stream.shards) < share.world:
             raise DataError(f"{share.world} processes need as many shards, but there are {len(stream.shards)}")
@@ -199,13 +193,7 @@ class StreamEvaluation:
     Unreadable images, whose names are not known here, are named by their split with the last batch.
     """
 
-    def __init__(
-        self,
-        stream: Stream,
-        preprocessing: Preprocessing,
-        transform: Transform,
-        loading: Loading,
-    ) -> None:
+    def __init__(self, stream: Stream, preprocessing: Preprocessing, transform: Transform, loading: Loading) -> None:
         self._stream, self._transform, self._preprocessing = stream, transform, preprocessing
         self._batch_size, self._share, self._workers = loading.batch_size, loading.share, loading.workers
         share, batch_size = loading.share, loading.batch_size

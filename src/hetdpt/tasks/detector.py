@@ -202,10 +202,7 @@ class Detector(TaskModel):
         layout = _layout(shapes, valid)
         is_seen = torch.cat([one.flatten(1) for one in seen], dim=1)
         found = self.encoder(
-            inputs_embeds=_flat(sources),
-            attention_mask=is_seen,
-            spatial_position_embeddings=_flat(positions),
-            **layout,
+            inputs_embeds=_flat(sources), attention_mask=is_seen, spatial_position_embeddings=_flat(positions), **layout
         )
         return _Memory(found.last_hidden_state, is_seen, shapes, layout)
 
