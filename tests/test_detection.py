@@ -22,8 +22,7 @@ from hetdpt.tasks import detector as detector_module
 from hetdpt.tasks.annotated import AnnotatedBatch, Target
 from hetdpt.tasks.average_precision import DetectionScores, Found, average_precision, measure_detection
 from hetdpt.tasks.backbone import Backbone
-from hetdpt.tasks.box_views import BoxView, Objects
-from hetdpt.tasks.boxes import CocoBoxes, open_boxes
+from hetdpt.tasks.boxes import BoxView, CocoBoxes, Objects, open_boxes
 from hetdpt.tasks.detector import Detector, DetectorConfig, detect, look_forward_twice
 from hetdpt.tasks.hybrid import Answer, MatchedLoss, Weights, repeated
 

@@ -31,8 +31,7 @@ from hetdpt.tasks import shapes
 from hetdpt.tasks.annotated import AnnotatedBatch, AnnotatedSource
 from hetdpt.tasks.backbone import Backbone
 from hetdpt.tasks.learning import LearnConfig, build, learn
-from hetdpt.tasks.mask_views import MaskAugmentation
-from hetdpt.tasks.masks import IGNORED, MaskView, classes_of_pixels, open_masks
+from hetdpt.tasks.masks import IGNORED, MaskAugmentation, MaskView, classes_of_pixels, open_masks
 from hetdpt.tasks.overlap import OverlapScores, count, measure_segmentation
 from hetdpt.tasks.segmenter import CLASSES_AT_ONCE, Segmenter, SegmenterConfig, _best, pixel_loss, segment
 
