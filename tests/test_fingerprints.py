@@ -29,9 +29,9 @@ GIVEN = {
 """What the inputs are opened from that are no stages; those are known by their content."""
 PLACE = ("out", "workers", "minutes")
 """Where a run works and how often it writes."""
-GIVEN = (*GOALS, "budget", "plus", "width", "tokens")
+REFUSED = (*GOALS, "budget", "plus", "width", "tokens")
 HARMLESS = {
-    **{("analyse", name): "what cannot be reached is refused, nothing else" for name in GIVEN},
+    **{("analyse", name): "what cannot be reached is refused, nothing else" for name in REFUSED},
     **{("balance", name): "layers are chosen by damage there, without a search" for name in ("candidates", "explores")},
 }
 """What a stage reads although it does not change what the stage comes to, and why."""
