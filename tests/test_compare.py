@@ -366,7 +366,7 @@ def test_images_held_out_are_of_every_class_and_not_trained_on(data: Data) -> No
     demo = open_data("demo")
     few = hold_out(replace(demo, train=subset(demo.train, per_class=2)))
     assert Counter(few.val.targets()) == Counter(few.train.targets()) == dict.fromkeys(range(10), 1)
-    with pytest.raises(DataError, match="held out"):
+    with pytest.raises(DataError, match="held-out"):
         hold_out(replace(demo, train=None))
 
 
@@ -470,8 +470,11 @@ OPTIONS = (
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        (("--layers", "two"), "--layers takes how many layers go, such as 2,4,6, not 'two'"),
-        (("--candidates", "some"), "candidates is 'some'; expected 'all' or 'te'"),
+        (("--layers", "two"), "--layers: expected a whole number, got 'two'; hetdpt compare --help lists all options"),
+        (
+            ("--candidates", "some"),
+            "--candidates: 'some' is not one of 'all', 'te'; hetdpt compare --help lists all options",
+        ),
     ],
 )
 def test_bad_options(options: tuple[str, ...], text: str, run: Run, home: Path, tmp_path: Path) -> None:
@@ -504,7 +507,7 @@ def test_the_command(run: Run, home: Path, tmp_path: Path) -> None:
     assert settings["selection"]["search"]["per_class"] == settings["recovery"]["per_class"] == 4
     words = run(*command)
     assert words.code == 0
-    assert "2 layers, map+te, seed 0: attention none, activation" in words.out
+    assert "2 layers, map+te, seed 0: removes attention none, activation" in words.out
     assert "(done before, or by another process)" in words.out
     assert f"written to {out}: results.json, results.csv, comparison.png" in words.out
     assert f"warning: {GIVEN}" in words.err

@@ -453,10 +453,10 @@ def test_lines_a_table_and_a_sentence_for_each(run: Run, home: Path, whole: Path
             ("--blocks", "0,2"),
             "layers can be removed from the blocks 0, 1 of this model, but got block 2; leave it out",
         ),
-        (("--blocks", "1-2"), "--blocks takes block numbers counted from 0, such as 0,3,6, not '1-2'"),
+        (("--blocks", "1-2"), "--blocks: expected a whole number, got '1-2'; hetdpt observe --help lists all options"),
         (
             ("--no-recovery",),
-            "--no-recovery removes no layer, but --blocks says from where; leave one of them out",
+            "--no-recovery removes no layer, so that --blocks has no use; leave one of them out",
         ),
         (
             ("--removal", "plain", "--removal", "plain"),

@@ -153,7 +153,7 @@ def test_a_damaged_checkpoint_is_passed_over(home: Path, whole: Path, tmp_path: 
 def test_a_finished_run_is_told_and_another_wish_is_refused(home: Path, whole: Path) -> None:
     before = record(whole)
     result = finish([sys.executable, *recovery(home, whole, *RANDOM)])
-    assert "is done already" in result.stdout
+    assert "is already done" in result.stdout
     assert record(whole) == before
     other = subprocess.run(
         [sys.executable, *recovery(home, whole, *RANDOM, "--seed", "7")],

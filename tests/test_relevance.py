@@ -617,7 +617,7 @@ def test_bad_input_is_one_sentence(run: Run, folder: Path, tmp_path: Path) -> No
         "the names of this model's classes are not known; give the number of a class, not '--1'"
     )
     run(*command, image, "--data", "demo", "--out", out).is_refused(
-        "--data and --removal say what takes the place of layers, but none goes; add --plan"
+        "--data and --removal say what replaces the layers of a plan; add --plan"
     )
     run(*command, image, "--out", "maps.jpg").is_refused(
         "a figure is a file that ends in .png or .svg, but maps.jpg does not"

@@ -502,7 +502,7 @@ def test_the_command_trains_and_measures(place: Place, whole: Path, tmp_path: Pa
     assert found["directory"] == str(tmp_path / "run" / "best")
     numbers = {name: value for name, value in summary["scores"].items() if isinstance(value, float)}
     assert {name: found[name] for name in numbers} == pytest.approx(numbers, abs=1e-4)
-    assert "is done already" in run(*place.train(tmp_path / "run", "--plan", place.plan)).out
+    assert "is already done" in run(*place.train(tmp_path / "run", "--plan", place.plan)).out
 
 
 @pytest.mark.parametrize(
@@ -526,7 +526,10 @@ def test_bad_input_is_one_sentence(place: Place, whole: Path, tmp_path: Path, ru
     other = next(task for task in TASKS if task != place.task)
     cases: list[tuple[tuple[Any, ...], str]] = [
         (place.train(tmp_path / "a", "--size", "wide"), "--size takes a side, or height and width"),
-        (place.train(tmp_path / "a", "--removal", "plain"), "--removal says how the layers of a plan go; add --plan"),
+        (
+            place.train(tmp_path / "a", "--removal", "plain"),
+            "--removal says what replaces the layers of a plan; add --plan",
+        ),
         (place.train(tmp_path / "a", "--data", tmp_path / "nowhere"), "nowhere"),
         (place.train(tmp_path / "a", "--size", 30), "30"),
         ((place.command, "eval", tmp_path, "--data", place.data), "holds no trained model (task.json)"),

@@ -41,7 +41,7 @@ KEYS = {
     "speedup_high",
 }  # fmt: skip
 TIMES = ("throughput", "throughput_spread", "speedup", "speedup_low", "speedup_high")
-STUDY = "several --r, or a model --beside, make a study that sets accuracy against speed in a run directory"
+STUDY = "several --r, or a model --beside, make a study of accuracy and speed in a run directory"
 TOKENS = 17  # of an image of 16 x 16 in patches of 4 x 4, with the class token
 
 
@@ -204,7 +204,7 @@ def test_what_is_slower_is_said_to_be(high: float, home: Path, whole: Path, tmp_
     command = ("tokens", home / "dense", "--r", 2, "--beside", home / "pruned", "--out", tmp_path / "run", *QUICK)
     notes = [line for line in run(*command).out.splitlines() if line.startswith("note: ")]
     slow = next(one["model"] for one in points_in(tmp_path / "run") if one["speedup"] == 0.9)
-    note = f"note: {slow} is slower here with r 2 than as it is; to choose tokens takes what it saves"
+    note = f"note: {slow} is slower here with r 2 than as it is; choosing tokens costs more than it saves"
     assert notes == [note] * (high < 1)
 
 
@@ -247,14 +247,14 @@ def test_places_in_the_figure_are_of_runs_in_turns(whole: Path, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        (("--r", "0,4"), f"{STUDY}; give --data, or one --r alone"),
-        (("--r", "0,4", "--data", "demo"), f"{STUDY}; give --out, or one --r alone"),
-        (("--r", "4", "--beside", "demo", "--data", "demo"), f"{STUDY}; give --out, or one --r alone"),
+        (("--r", "0,4"), f"{STUDY}; give --data, or only one --r"),
+        (("--r", "0,4", "--data", "demo"), f"{STUDY}; give --out, or only one --r"),
+        (("--r", "4", "--beside", "demo", "--data", "demo"), f"{STUDY}; give --out, or only one --r"),
         (
             ("--r", "0,4", "--data", "demo", "--out", "RUN", "--overwrite"),
-            "a study goes on with what is in --out and replaces nothing; leave --overwrite out",
+            "a study resumes what is in --out and replaces nothing; leave --overwrite out",
         ),
-        (("--r", "0"), "--r 0 takes no token away; give 1 or more, or several numbers such as 0,4,8"),
+        (("--r", "0"), "--r 0 removes no token; give 1 or more, or several numbers such as 0,4,8"),
         (
             ("--r", "2", "--fraction", "0.5", "--per-class", "4"),
             "accuracy is not measured, but --fraction, --per-class was given; add --data, or leave it out",
@@ -263,19 +263,19 @@ def test_places_in_the_figure_are_of_runs_in_turns(whole: Path, tmp_path: Path) 
             ("--r", "2", "--download"),
             "accuracy is not measured, but --download was given; add --data, or leave it out",
         ),
-        (("--r", "two"), "--r takes how many tokens go, such as 8 or 0,4,8, not 'two'"),
+        (("--r", "two"), "--r: expected a whole number, got 'two'; hetdpt tokens --help lists all options"),
         (
             ("--r", "2,2", "--data", "demo", "--out", "RUN"),
             "r is (2, 2); one number of tokens or more, each once, was expected, such as (0, 4, 8)",
         ),
         (
             ("--r", "2", "--beside", "vit_tiny_patch16_224", "--data", "demo", "--out", "RUN"),
-            "--beside takes a directory that hetdpt has saved, or demo, but vit_tiny_patch16_224 is neither; give it "
-            "as the first model, with --weights, or save it first",
+            "--beside takes a directory saved by hetdpt, or demo, not vit_tiny_patch16_224; save that model first, or "
+            "give it as the first model, with --weights",
         ),
         (
             ("--r", "2", "--beside", "demo", "--data", "demo", "--out", "RUN"),
-            "demo and demo were given, but each model can be compared but once",
+            "demo and demo: each model can be compared only once",
         ),
         (
             ("--r", "0,2", "--data", "demo", "--out", "RUN", "--fraction", "7"),

@@ -541,18 +541,18 @@ def test_lines_a_table_and_json(run: Run, home: Path, whole: Path, tmp_path: Pat
         (("--mode", "guess"), "mode is 'guess'; choose from probe, finetune"),
         (
             ("--mode", "probe", "--lr", "0.1", "--clip-grad", "1", "--set", "drop_path=0.1"),
-            "a probe trains no weights of the model, but --lr, --clip-grad, --set was given; leave it out, or give "
+            "a probe trains no weights of the model, but --clip-grad, --lr, --set was given; leave it out, or give "
             "--mode finetune",
         ),
         (
             ("--mode", "probe", "--removal", "plain"),
-            "--removal says how the layers of a plan go; add --plan, or leave it out",
+            "--removal says what replaces the layers of a plan; add --plan, or leave it out",
         ),
         (
             ("--mode", "probe", "--plan", "PLAN", "--plan", "PLAN"),
-            "the plans PLAN, PLAN were given, but each can be compared but once",
+            "the plans PLAN, PLAN: each plan can be compared only once",
         ),
-        (("--mode", "probe", "--beside", "demo"), "demo and demo were given, but each model can be compared but once"),
+        (("--mode", "probe", "--beside", "demo"), "demo and demo: each model can be compared only once"),
         (
             ("--mode", "finetune", "--per-class", "3", "--device", "cpu"),
             "30 images do not fill a batch of 384; use a batch size of at most 30",
