@@ -528,7 +528,7 @@ def test_bad_input_is_one_sentence(place: Place, whole: Path, tmp_path: Path, ru
         (place.train(tmp_path / "a", "--size", "wide"), "--size takes a side, or height and width"),
         (
             place.train(tmp_path / "a", "--removal", "plain"),
-            "--removal says what replaces the layers of a plan; add --plan",
+            "--removal says what replaces the layers of a plan",
         ),
         (place.train(tmp_path / "a", "--data", tmp_path / "nowhere"), "nowhere"),
         (place.train(tmp_path / "a", "--size", 30), "30"),
