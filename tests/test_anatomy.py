@@ -195,7 +195,7 @@ class Failing(Toy):
 @pytest.mark.parametrize(
     ("error", "sentence"),
     [
-        (AssertionError("expected 48"), "Failing does not take images of 3 x 32 x 32: expected 48; if they should be"),
+        (AssertionError("expected 48"), "Failing does not take images of 3 x 32 x 32: expected 48; for another size"),
         (
             KeyError("mymodel"),
             "expected to run as model.images., but fails on images of 3 x 32 x 32 with KeyError: 'my",

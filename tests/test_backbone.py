@@ -200,11 +200,11 @@ class TestFeaturesOnly:
         assert record_of(loaded) == record_of(net)
 
     def test_what_cannot_be_is_refused(self) -> None:
-        with pytest.raises(ModelError, match="a habit of timm, and ViTForImageClassification is of transformers"):
+        with pytest.raises(ModelError, match="is for timm models, but ViTForImageClassification is of transformers"):
             as_features(named("hf ViTForImageClassification").build())
         with pytest.raises(ModelError, match="has gates on its layers"):
             as_features(hetdpt.gate_(VIT.build()))
-        with pytest.raises(ModelError, match="ConVit has no maps of features to give"):
+        with pytest.raises(ModelError, match="ConVit has no feature maps"):
             Backbone(named("convit_tiny").build())
 
 

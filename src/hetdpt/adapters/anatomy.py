@@ -1,4 +1,4 @@
-"""Where the removable layers of a model are: its sites, and for each the modules that surgery has to touch.
+"""The removable layers of a model: its sites, and for each the modules that surgery changes.
 
 An attention site is a residual branch with attention in it; an activation site is Linear - activation - Linear (or
 1 x 1 convolutions) in one; a gated FFN (SwiGLU) multiplies two values instead and is marked. Nothing here changes a
@@ -37,7 +37,7 @@ class Layout:
 
     @property
     def vector(self) -> tuple[int, ...]:
-        """The shape of one value for each channel that fits every place."""
+        """The shape of one value per channel that broadcasts to every position."""
         return tuple(side if axis == self.axis else 1 for axis, side in enumerate(self.shape))
 
 
@@ -51,13 +51,13 @@ class Parts:
     gate: str
     """The last module that computes anything: masking its output masks the branch."""
     parameters: tuple[str, ...]
-    """LayerScale parameters of the branch that the block itself holds."""
+    """LayerScale parameters of the branch that belong to the block itself."""
     scales: tuple[str, ...]
-    """Those of them that multiply what the gate gives."""
+    """Those of them that multiply the gate's output."""
     early: tuple[str, ...]
-    """Those of them that multiply what the core is given."""
+    """Those of them that multiply the core's input."""
     tail: tuple[str, ...]
-    """Operations, other than with those parameters, between the gate and the sum."""
+    """Other operations between the gate and the sum."""
     extras: Extras
     """What the core returns after its tensor (:class:`hetdpt.core.gates.Removed`). No tuple: None."""
     core_layout: Layout
@@ -77,15 +77,15 @@ class Handle:
     """None where the branch cannot be removed as a whole, which only matters to the removal ``drop`` of an FFN."""
     ffn: Ffn | None = None
     bias: str | None = None
-    """The parameter that was added to the stream right before this branch and that only this branch saw the effect of:
-    what the branch adds, if it is the same for all images, may be added to it instead."""
+    """The parameter that is added to the stream directly before this branch and read by no other branch before it: if
+    the branch adds the same for all images, that can be added to this parameter instead."""
     images_at: int = 0
     """Which axis of the stream has the images: 1 where tokens come first, (N, B, D)."""
 
 
 @dataclass(frozen=True)
 class Survey:
-    """What was found in one model."""
+    """The sites of one model."""
 
     handles: tuple[Handle, ...]
     refusals: tuple[str, ...]
@@ -95,7 +95,7 @@ class Survey:
 
     @property
     def first_anatomy(self) -> Anatomy:
-        """As the first plans have it: of maps (C, H, W) that an attention gives last, W in place of the channels."""
+        """As in the first plans: for maps (C, H, W) that an attention returns last, W instead of the channels."""
         last = self.handles[-1]
         if last.ffn or last.parts is None:
             return self.anatomy
@@ -189,7 +189,7 @@ class Numbering:
 
 
 def _elementary(reading: Reading) -> list[tuple[Branch, Kind]]:
-    """Return the innermost branches that hold attention or linear layers of an FFN, in order of execution."""
+    """Return the innermost branches that contain attention or linear layers of an FFN, in order of execution."""
     found: list[tuple[Branch, Kind]] = []
     taken: set[int] = set()
     for branch in sorted(reading.branches, key=lambda b: len(b.interior)):
@@ -204,21 +204,21 @@ def _elementary(reading: Reading) -> list[tuple[Branch, Kind]]:
 
 
 def _nested(reading: Reading, branches: list[tuple[Branch, Kind]]) -> list[str]:
-    """Return a sentence for each FFN that is not offered because its branch holds another branch."""
+    """Return a sentence for each FFN that is not offered because its branch contains another branch."""
     taken = {i for branch, _ in branches for i in branch.interior}
-    lost = [
+    inner = [
         branch.owner
         for branch in reading.branches
         if not taken.isdisjoint(branch.interior)
         and any(call.start not in taken and find_ffn(reading, branch, call) for call in linears_of(reading, branch))
     ]
     return [
-        f"activation in {owner or 'the model'}: its residual branch holds another one" for owner in dict.fromkeys(lost)
+        f"activation in {owner or 'the model'}: its residual branch holds another one" for owner in dict.fromkeys(inner)
     ]
 
 
 def _stray_attention(reading: Reading, branches: list[tuple[Branch, Kind]]) -> list[str]:
-    """Return a sentence for each module whose attention is in no residual branch of its own."""
+    """Return a sentence for each module whose attention does not have its own residual branch."""
     branched = {i for branch, kind in branches if kind == "attention" for i in branch.interior}
     products = [node for node in reading.nodes if reading.is_product(node.index) and node.index not in branched]
     owners = dict.fromkeys(node.owner or "the model" for node in products)
@@ -226,7 +226,7 @@ def _stray_attention(reading: Reading, branches: list[tuple[Branch, Kind]]) -> l
 
 
 def _require_no_nesting(reading: Reading, owner: str) -> None:
-    """Refuse a layer that ``nn.TransformerEncoder`` may give nested tensors: tokens without those that are padding."""
+    """Refuse a layer to which ``nn.TransformerEncoder`` may pass nested tensors: tokens without padding."""
     around = [module for path, module in reading.modules.items() if not path or f"{owner}.".startswith(f"{path}.")]
     may_nest = any(isinstance(module, nn.TransformerEncoder) and module.use_nested_tensor for module in around)
     given = [call.arguments for call in reading.calls if call.path == owner]  # tokens, a mask, is_causal, padding
@@ -315,7 +315,7 @@ def _layout(reading: Reading, call: Call, inside: set[str]) -> Layout:
 
 
 def _bias_before(reading: Reading, branch: Branch) -> str | None:
-    """Return the parameter that ends what comes before ``branch``: the bias of an FFN's last layer, or a position's."""
+    """Return the last parameter before ``branch``: the bias of an FFN's last layer, or a position embedding."""
     stream = branch.stream
     is_private = branch.interior.issuperset(set(reading.consumers[stream.index]) - {branch.out.index})
     if not is_private or stream.index in reading.outputs:

@@ -43,7 +43,7 @@ class Inside:
 
     call: Call
     is_effective: bool
-    """False for what only hands its input on in evaluation: dropout, drop path, identity."""
+    """False for modules that are the identity in evaluation: dropout, drop path, identity."""
 
     @property
     def path(self) -> str:
@@ -60,7 +60,7 @@ class Inside:
 
 
 class Reading:
-    """A trace with the look-ups that questions about it need."""
+    """A trace with indices for fast queries."""
 
     def __init__(self, model: nn.Module, trace: Trace) -> None:
         self.nodes = trace.nodes

@@ -22,7 +22,7 @@ def load_weights(model: nn.Module, path: str | Path) -> nn.Module:
     try:
         with warnings.catch_warnings(action="ignore"):  # torch's, on a pickle that it then refuses
             state = load_state_dict(str(path), weights_only=True)
-    except Exception as error:  # what torch and timm raise on a file that is no checkpoint is of many classes
+    except Exception as error:  # torch and timm raise many classes on files that are not checkpoints
         why = first_line(error)
         if isinstance(error.__cause__ or error, pickle.UnpicklingError):
             why = "it contains objects that are not tensors and could run code"
@@ -37,7 +37,7 @@ def load_weights(model: nn.Module, path: str | Path) -> nn.Module:
 
 
 def check_fit(expected: dict[str, Any], given: dict[str, Any], name: str) -> None:
-    """Raise ``FileError`` naming the first tensor of ``given`` that is missing, unknown or of another shape or kind."""
+    """Raise ``FileError`` for the first tensor of ``given`` that is missing, unknown or of another shape or dtype."""
     for key in expected:
         if key not in given:
             raise FileError(f"{name} does not fit the model: {key} is missing; was it saved from another model?")

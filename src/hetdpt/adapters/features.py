@@ -37,7 +37,7 @@ def feature_maps(model: nn.Module, images: Tensor, layers: Sequence[int] | None 
 
 
 def answers_with_maps(model: nn.Module) -> bool:
-    """Whether ``model`` is of a class that answers with maps of features: timm's, or a backbone of transformers."""
+    """Whether the class of ``model`` returns feature maps: timm's wrappers, or a backbone of transformers."""
     if is_hf(model):
         from transformers.backbone_utils import BackboneMixin
 
@@ -54,7 +54,7 @@ def feature_net(model: Any, layers: Sequence[int] | int = 3) -> Any:
 
     if is_hf(model):
         raise ModelError(
-            f"features_only is a habit of timm, and {type(model).__name__} is of transformers; its maps are "
+            f"features_only is for timm models, but {type(model).__name__} is of transformers; get its maps with "
             "hetdpt.adapters.features.feature_maps(model, images)"
         )
     _require_maps(model)
@@ -67,8 +67,8 @@ def feature_net(model: Any, layers: Sequence[int] | int = 3) -> Any:
 def _require_maps(model: nn.Module) -> None:
     if not callable(getattr(type(model), "forward_intermediates", None)):
         raise ModelError(
-            f"{type(model).__name__} has no maps of features to give: a model of timm with forward_intermediates, or "
-            "one of transformers with hidden states was expected"
+            f"{type(model).__name__} has no feature maps; expected a timm model with forward_intermediates, or a "
+            "transformers model with hidden states"
         )
 
 
@@ -79,7 +79,7 @@ def _timm_maps(model: Any, images: Tensor, layers: Sequence[int] | None) -> list
     options = {"indices": asked, "stop_early": True, "intermediates_only": True}
     try:
         maps = model.forward_intermediates(images, norm=True, **options)
-    except AssertionError:  # of a family that cannot norm its maps
+    except AssertionError:  # this family cannot normalise its maps
         maps = model.forward_intermediates(images, norm=False, **options)
     return [maps[asked.index(number)] for number in numbers]
 
@@ -111,11 +111,11 @@ def _hf_maps(model: Any, images: Tensor) -> list[Tensor]:
 
 
 def _map(tokens: Tensor, height: int, width: int) -> Tensor:
-    """Return tokens (B, N, C) as a map (B, C, h, w); those before the patches are left out."""
+    """Return tokens (B, N, C) as a map (B, C, h, w), without the tokens before the patches."""
     if tokens.shape[1] < height * width:
         raise ModelError(
             f"a map of {height} x {width} has a token for each patch, but this model has {tokens.shape[1]} tokens; "
-            "where it reduces them, call restore_tokens_(model) before"
+            "if it reduces them, call restore_tokens_(model) first"
         )
     patches = tokens[:, tokens.shape[1] - height * width :].transpose(1, 2)
     return patches.reshape(len(tokens), -1, height, width)

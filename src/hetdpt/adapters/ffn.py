@@ -9,7 +9,7 @@ from torch import nn
 from hetdpt.adapters.branches import MULTIPLICATIONS, Branch, Inside, Reading
 from hetdpt.adapters.trace import Call
 
-# Operations that send zero to zero: all that may stand between a branch's last module and the residual sum.
+# Operations that map zero to zero: only these may be between a branch's last module and the residual sum.
 ZERO_TO_ZERO = MULTIPLICATIONS | {
     *("view", "_unsafe_view", "reshape", "permute", "transpose", "t", "roll", "slice", "clone", "expand", "squeeze"),
     *("unsqueeze", "select", "constant_pad_nd", "index", "_to_copy", "alias", "detach"),
@@ -37,7 +37,7 @@ class Ffn:
     scale: str | None
     """The LayerScale parameter that multiplies the output of ``second``."""
     is_end: bool
-    """Whether what ``second`` gives, scaled, is what the branch adds to the stream."""
+    """Whether the branch adds the (scaled) output of ``second`` to the stream."""
 
 
 def is_linear(module: nn.Module) -> bool:
@@ -100,7 +100,7 @@ def _tail(reading: Reading, branch: Branch, second: Call) -> frozenset[int]:
 
 
 def _is_only_way_out(reading: Reading, branch: Branch, second: Call) -> bool:
-    """Whether the branch hands on nothing but the output of ``second``; it may be scaled or normalised after."""
+    """Whether the branch passes on only the output of ``second``, possibly scaled or normalised."""
     return second.output_node == branch.end or bool(_tail(reading, branch, second))
 
 

@@ -18,7 +18,7 @@ _keep: list[Any] = []  # the definitions of a torch library live as long as it d
 
 
 class _Cure(MetaPathFinder):
-    """Sees the first import of torchvision, cures it, and leaves the finding to others."""
+    """Intercepts the first import of torchvision, defines the operators, and leaves the import to other finders."""
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
         if fullname == "torchvision":
@@ -28,7 +28,7 @@ class _Cure(MetaPathFinder):
 
 
 def install() -> None:
-    """Cure torchvision when it is first imported, if it is not imported yet."""
+    """Define torchvision's missing operators when it is first imported, if it is not imported yet."""
     if "torchvision" not in sys.modules and not any(isinstance(finder, _Cure) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Cure())
 

@@ -1,4 +1,4 @@
-"""What a model does with one image, as a graph of operations that knows which module ran each of them.
+"""The forward pass of a model as a graph of operations, each with the module that ran it.
 
 The model runs once on fake tensors: no arithmetic, no memory, any device (also ``meta``), any dtype. Nothing here
 knows what an attention layer is; :mod:`hetdpt.adapters.branches` reads the graph.
@@ -32,7 +32,7 @@ from hetdpt.core.modules import WRONG_SIZE, clone
 
 Watch = Callable[[nn.Module, dict[str, Tensor], Tensor], AbstractContextManager[object]]
 NEED_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
-"""What torch raises where a model cannot run on tensors without values."""
+"""What torch raises if a model cannot run on tensors without values."""
 IMAGE = 0  # index of the node that stands for the model's input
 
 
@@ -70,12 +70,12 @@ class Call:
     """Positional, then keyword: a ``Ref`` for a tensor, the value itself otherwise."""
     results: tuple[Any, ...]
     is_tuple: bool
-    """Whether the module returned ``results`` as a tuple or its only element by itself."""
+    """Whether the module returned ``results`` as a tuple or as a single value."""
     keywords: tuple[str, ...] = ()
     """Names of the last of the ``arguments``."""
 
     def number_of(self, module: nn.Module, name: str) -> int | None:
-        """Return which of the ``arguments`` that ``module`` was given is called ``name``."""
+        """Return the index among ``arguments`` of the argument ``name`` of ``module``."""
         names = list(inspect.signature(type(module).forward).parameters)[
             1 : len(self.arguments) - len(self.keywords) + 1
         ]
@@ -106,9 +106,9 @@ class Trace:
     nodes: list[Node] = field(default_factory=list)
     calls: list[Call] = field(default_factory=list)
     outputs: frozenset[int] = frozenset()
-    """Nodes that the model hands out, at whatever depth of its answer."""
+    """Nodes that the model returns, at any depth of its output."""
     attentions: tuple[int | None, ...] = ()
-    """Nodes of the attention maps that it hands out."""
+    """Nodes of the attention maps that it returns."""
 
     def consumers(self) -> list[list[int]]:
         """Return for each node the nodes that read it."""
@@ -126,7 +126,7 @@ class _TraceRecorder(TorchDispatchMode):
         self.parameters = parameters
         self.maker: dict[int, int] = {}
         self.alive: defaultdict[int, list[Tensor]] = defaultdict(list)
-        """All tensors by the memory that they lie in; kept, so that their ids stay unique while the trace is made."""
+        """All tensors by their memory; kept alive so that their ids stay unique during the trace."""
         self.stack: list[str] = [""]
 
     def add(self, op: str, sources: list[Any], results: list[Any]) -> None:
@@ -134,7 +134,7 @@ class _TraceRecorder(TorchDispatchMode):
         inputs = tuple(self.maker[id(t)] for t in tensors if id(t) in self.maker)
         names = tuple(self.parameters[id(t)] for t in tensors if id(t) in self.parameters)
         outputs = [t for t in results if isinstance(t, Tensor)]
-        if not outputs:  # questions such as "which device?"
+        if not outputs:  # queries such as "which device?"
             return
         index = len(self.trace.nodes)
         is_derived = index == IMAGE or any(self.trace.nodes[i].is_derived for i in inputs)
@@ -148,7 +148,7 @@ class _TraceRecorder(TorchDispatchMode):
         results = func(*args, **(kwargs or {}))
         made = tree_leaves(results)
         self.add(func.overloadpacket.__name__, tree_leaves((args, kwargs)), made)
-        if func._schema.is_mutable and made and isinstance(made[0], Tensor):  # a part written is the whole changed
+        if func._schema.is_mutable and made and isinstance(made[0], Tensor):  # writing to a part changes the whole
             self.maker |= {id(tensor): self.maker[id(made[0])] for tensor in self.alive[_memory(made[0])]}
         return results
 
@@ -196,9 +196,9 @@ def dry_run(model: nn.Module, shape: tuple[int, ...], watch: Watch) -> None:
 
     ``watch`` gets the copy of the model that runs, stand-ins of its parameters and buffers by name, and the images; it
     returns a context to run in. Models whose control flow looks at values cannot run on fake tensors; they run on
-    real zeros. ``ModelError`` says what the model has against such images.
+    real zeros. ``ModelError`` says why the model fails on such images.
     """
-    copy = clone(model).eval()  # some models keep what they computed; a stand-in must not stay in them
+    copy = clone(model).eval()  # some models cache results; fake tensors must not stay in them
     try:
         # inference mode hands operators to a dispatch mode undecomposed
         with torch.inference_mode(False), _silent_fakes(model), FakeTensorMode(allow_non_fake_inputs=True):
@@ -221,9 +221,9 @@ def _silent_fakes(model: nn.Module) -> Iterator[None]:
 
 
 def _caches(model: nn.Module) -> Iterator[_lru_cache_wrapper[Any]]:
-    """Return the cached functions and methods beside the classes of ``model``, bare or inside a decorator.
+    """Return the cached functions and methods in the modules of ``model``'s classes, bare or inside a decorator.
 
-    What is beside a class is what its methods see as global: its module need not be one that was imported.
+    They are found through the globals of the methods, because a class's module need not have been imported.
     """
     members = [vars(cls) for cls in {type(module) for module in model.modules()}]
     methods = [value for place in members for value in place.values() if isinstance(value, FunctionType)]
@@ -252,10 +252,7 @@ def _run_on_stand_ins(model: nn.Module, shape: tuple[int, ...], watch: Watch) ->
 def _refusal(model: nn.Module, shape: tuple[int, ...], error: Exception) -> ModelError:
     name, size, why = type(model).__name__, " x ".join(str(side) for side in shape[1:]), first_line(error)
     if isinstance(error, WRONG_SIZE):
-        return ModelError(
-            f"{name} does not take images of {size}: {why}; if they should be of another size, pass "
-            "input_size=(C, H, W)"
-        )
+        return ModelError(f"{name} does not take images of {size}: {why}; for another size, pass input_size=(C, H, W)")
     return ModelError(
         f"{name} was expected to run as model(images), but fails on images of {size} with {type(error).__name__}: {why}"
     )
@@ -263,7 +260,7 @@ def _refusal(model: nn.Module, shape: tuple[int, ...], error: Exception) -> Mode
 
 @contextmanager
 def _no_fast_path() -> Iterator[None]:
-    """Let ``nn.MultiheadAttention`` show its products instead of one opaque operator."""
+    """Make ``nn.MultiheadAttention`` compute separate products instead of one opaque operator."""
     was_enabled = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
@@ -273,7 +270,7 @@ def _no_fast_path() -> Iterator[None]:
 
 
 def trace(model: nn.Module, input_size: tuple[int, int, int], images: int = 2) -> Trace:
-    """Return the graph of one forward pass on so many images of ``input_size`` (C, H, W)."""
+    """Return the graph of one forward pass on that many ``images`` of ``input_size`` (C, H, W)."""
     traces = []
 
     @contextmanager
