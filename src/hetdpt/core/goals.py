@@ -1,7 +1,8 @@
-"""The goals that pruning can be given, a row each: how it is written, parsed, priced, met and reported. No torch here.
+"""The goals of pruning, a row each: how a goal is written, parsed, priced, met and reported. No torch here.
 
-To add one, add a row to ``GOALS`` and a field to ``GoalFields``; if it needs a number that nobody measures yet, add
-that to ``Measures`` too. Commands, configs, allocation, the width search and the report follow the table.
+To add one, add a row to ``GOALS`` and a field to ``GoalFields``; if it needs a quantity that is not measured yet, add
+that to ``Measures``, ``results.Price`` and ``measure_prices``. Commands, configs, allocation, the width search and the
+report follow the table.
 """
 
 from __future__ import annotations
@@ -126,7 +127,7 @@ class Goal:
         return f"a number above 0, such as {self.example}{share}"
 
     def parse(self, value: str | float, name: str | None = None) -> Amount:
-        """Return the amount that ``value`` says; ``PredictError`` if it is none. ``name`` is used in the error.
+        """Return the amount that ``value`` means; ``PredictError`` if it is not one. ``name`` is used in the error.
 
         >>> GOALS["macs"].parse("3.2G"), GOALS["macs"].parse("70 %")
         (Amount(value=3200000000.0, is_share=False), Amount(value=70.0, is_share=True))
@@ -163,12 +164,12 @@ class Goal:
         return str(self.parse(value))
 
     def reached(self, found: Measures) -> float | None:
-        """Return what ``found`` has of it; None where that is not known."""
+        """Return the quantity of ``found`` that is compared; None if it is not known."""
         value: float | None = getattr(found, self.quantity)
         return value
 
     def excess(self, reached: float, wanted: float) -> float:
-        """Return by which part ``reached`` misses ``wanted``; at most 0 where it meets it.
+        """Return the part by which ``reached`` misses ``wanted``; at most 0 if it meets it.
 
         >>> GOALS["macs"].excess(3e9, 2e9), GOALS["speedup"].excess(2.0, 1.5), GOALS["layers"].excess(7, 8)
         (0.5, -0.25, 0.125)
@@ -178,7 +179,7 @@ class Goal:
         return wanted / reached - 1 if self.direction == "at least" else reached / wanted - 1
 
     def is_met(self, found: Measures, wanted: float, tolerance: float = 0.0) -> bool:
-        """Whether ``found`` meets it, to a part of ``tolerance``; what is not known does not."""
+        """Whether ``found`` meets it, within a part of ``tolerance``; False if it is not known."""
         reached = self.reached(found)
         return reached is not None and self.excess(reached, wanted) <= tolerance
 
@@ -205,7 +206,7 @@ def _layers(count: str) -> str:
 
 
 def _cost(name: str, noun: str, example: str) -> Goal:
-    """Return the goal of having at most so much of a cost left."""
+    """Return the goal of an upper bound on a cost."""
     return Goal(
         name=name,
         metavar="AMOUNT",
@@ -272,7 +273,7 @@ class Wanted:
         object.__setattr__(self, "conditions", {name: given[name] for name in GOALS if name in given})
 
     def miss(self, found: Measures) -> float:
-        """Return by which parts ``found`` misses the goals, summed; 0 where it meets all that is known of it."""
+        """Return the sum of the parts by which ``found`` misses the goals; 0 if it meets all whose quantity is known."""
         reached = {name: GOALS[name].reached(found) for name in self.conditions}
         known = {name: value for name, value in reached.items() if value is not None}
         return sum(max(0.0, GOALS[name].excess(value, self.conditions[name])) for name, value in known.items())
@@ -310,7 +311,7 @@ def describe(goals: Mapping[str, float | str]) -> str:
 
 
 def show(found: Measures) -> str:
-    """Return what a model has of everything that can be a goal, rounded so that it can be asked for as it is written.
+    """Return all quantities that can be a goal, rounded so that the text can be used as a goal that is met.
 
     >>> show(Measures(layers=8, macs=3219068928, params=16e6, speedup=1.43219))
     '8 layers, a speedup of 1.432, 3.22G MACs, 16M parameters'

@@ -47,9 +47,9 @@ def measure_accuracy(
 ) -> Scores:
     """Return the scores of ``model`` on all images of ``batches``, summed over all processes.
 
-    ``each`` is told of every image that this process has read.
+    ``each`` is called for the images that this process has read.
     """
-    weight = next(model.parameters())  # images go where it is, in its dtype
+    weight = next(model.parameters())  # images are moved to its device and dtype
     sums = torch.zeros(4, dtype=torch.float64)
     unreadable: list[str] = []
     with evaluating(model):
@@ -84,7 +84,7 @@ def evaluate(
     """Return the scores of ``model`` on the validation images of ``data``, prepared as the model wants them.
 
     ``data`` is a folder, a name such as ``torch/cifar100``, or ``demo``; ``fraction`` or ``per_class`` take a part.
-    ``each`` is told which images the model gets right.
+    ``each`` is called with the images that the model gets right or wrong.
 
     >>> import timm
     >>> model = timm.create_model("vit_tiny_patch16_224", img_size=16, patch_size=4, depth=1, num_classes=10)

@@ -1,1 +1,1 @@
-"""How accuracy depends on the layers removed: samples of it, a polynomial through them, the budget that follows."""
+"""How accuracy depends on the removed layers: samples, a polynomial fitted to them, and the budget that follows."""
