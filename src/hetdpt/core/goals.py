@@ -273,7 +273,7 @@ class Wanted:
         object.__setattr__(self, "conditions", {name: given[name] for name in GOALS if name in given})
 
     def miss(self, found: Measures) -> float:
-        """Return the sum of the parts by which ``found`` misses the goals; 0 if it meets all whose quantity is known."""
+        """Return the sum of the parts by which ``found`` misses the goals; 0 if it meets all that are known."""
         reached = {name: GOALS[name].reached(found) for name in self.conditions}
         known = {name: value for name, value in reached.items() if value is not None}
         return sum(max(0.0, GOALS[name].excess(value, self.conditions[name])) for name, value in known.items())
