@@ -53,10 +53,10 @@ class Removed(nn.Module):
         """
         return cls(extras)
 
-    @staticmethod
-    def fit(folds: Sequence[Any]) -> MeanFit | LinearFit:
+    @classmethod
+    def fit(cls, folds: Sequence[Any]) -> MeanFit | LinearFit:
         """Return the best values for the sums of each part of the images."""
-        raise NotImplementedError
+        return fit_linear(folds) if cls.uses_input else fit_mean(folds)
 
     def fill_(self, values: Values, axis: int) -> None:
         """Set fitted values; the output has its channels on ``axis``, not counting the axis of images."""
@@ -111,10 +111,6 @@ class Constant(Removed):
         vector = tuple(side if number == axis else 1 for number, side in enumerate(shape))
         return cls(nn.Parameter(bias, like.requires_grad), vector, extras)
 
-    @staticmethod
-    def fit(folds: Sequence[Means]) -> MeanFit:
-        return fit_mean(folds)
-
     @torch.no_grad()
     def fill_(self, values: Values, axis: int) -> None:
         shape = self.value.movedim(axis, -1).shape
@@ -159,10 +155,6 @@ class Mapped(Removed):
         zeros = torch.zeros(width, width, dtype=torch.float64, device=like.device)
         is_image = len(shape) == 3 and axis == 0  # (C, H, W)
         return cls(new_layer(zeros, zeros[0], like, is_image), extras)
-
-    @staticmethod
-    def fit(folds: Sequence[Moments]) -> LinearFit:
-        return fit_linear(folds)
 
     def fill_(self, values: Values, axis: int) -> None:
         fill_layer_(self.linear, values)

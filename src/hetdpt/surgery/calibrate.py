@@ -26,7 +26,7 @@ from hetdpt.core.modules import Peeked, checked, clone, evaluating, is_once, mem
 from hetdpt.core.plan import Fit, Plan, Site
 from hetdpt.core.styles import STYLES, Style
 from hetdpt.surgery.gate import fill_gate_, gates_by_site, place_gates_, restore_
-from hetdpt.surgery.record import layer_at, require_record
+from hetdpt.surgery.record import layer_at, parts_of, require_record
 from hetdpt.surgery.remove import fill_, place_, ready_for, without
 from hetdpt.surgery.replacement import place_of
 
@@ -238,14 +238,9 @@ class _Sums:
         self.floor = 0.0
         self.size = math.prod(handle.parts.core_layout.shape) if handle.parts else 0
         """Values of one image or window, at all positions."""
-        width = layer_at(model, handle.ffn.first).weight.shape[1] if handle.ffn else self._channels(handle)
+        width = layer_at(model, handle.ffn.first).weight.shape[1] if handle.ffn else parts_of(handle).core_layout.width
         assert self.replacement.sums is not None
         self.nbytes = FOLDS * self.replacement.sums.nbytes(width)
-
-    @staticmethod
-    def _channels(handle: Handle) -> int:
-        assert handle.parts is not None
-        return handle.parts.core_layout.width
 
     def tokens(self, values: Tensor, images: int) -> Tensor:
         """Return ``values`` as (images, positions, channels); windows of an image count as its positions."""

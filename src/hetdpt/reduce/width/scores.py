@@ -207,7 +207,7 @@ class _Graph:
         self.names = {module: path for path, module in model.named_modules()}
 
     def group(self, path: str, is_output: bool) -> Any:
-        """Return what goes together with all that a linear layer gives, or takes."""
+        """Return the group of tensors that share all outputs, or inputs, of a linear layer."""
         layer = self.model.get_submodule(path)
         assert isinstance(layer, nn.Linear)
         prune = tp.prune_linear_out_channels if is_output else tp.prune_linear_in_channels
