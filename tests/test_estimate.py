@@ -81,7 +81,7 @@ def test_the_collection_takes_as_many_updates_and_evaluations(
     told: Counter[str] = Counter()
 
     def progress(text: str, done: int, total: int) -> None:
-        told[text.partition(": ")[2]] += 1
+        told[text.rpartition(", ")[2]] += 1
 
     held, asked = hold_out(DATA), config(tmp_path).collect_config
     steps = list(collect_into(tmp_path / "run", dense, held, asked, Execution(progress=progress, batch=1)))
