@@ -9,6 +9,7 @@ import math
 import re
 import subprocess
 import sys
+import warnings
 from dataclasses import asdict, dataclass, field
 from html.parser import HTMLParser
 from itertools import pairwise
@@ -515,6 +516,17 @@ def test_several_runs_are_side_by_side(tmp_path: Path, full: Path) -> None:
     assert [run["directory"] for run in json.loads((tmp_path / "all.json").read_text())["runs"]] == [
         str(full), str(other), str(half),
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["模型", "a\x1b[31m", "$x^2$ & <b>"])
+def test_runs_may_have_any_name(tmp_path: Path, full: Path, name: str) -> None:
+    other = build_run(tmp_path / name)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        write_report([RunRecord.read(run) for run in (full, other)], tmp_path / "all.html")
+    page = Page(source=(tmp_path / "all.html").read_text())
+    assert page.text.count(name) > 1
+    assert page.source.count('class="picture"') > 20
 
 
 # Files

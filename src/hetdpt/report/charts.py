@@ -8,6 +8,7 @@ follow the theme. Nothing is told by colour alone. matplotlib is imported only w
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -191,6 +192,7 @@ class Chart:
     def text(self, x: float, y: float, text: str, shift: tuple[float, float] = (0, 0), **how: Any) -> Artist:
         """Write beside a point, ``shift`` pixels away."""
         how["color"] = self.colour(how.get("color", "ink"))
+        text = re.sub(r"[\x00-\x1f\ufffe\uffff]", "\ufffd", text)  # which names of files may have, and SVG may not
         return self.panel.annotate(text, (x, y), shift, textcoords="offset points", zorder=6, **how)
 
     def say(self, text: str) -> None:
@@ -342,7 +344,9 @@ def _for_page(figure: Figure, marks: Sequence[Marked], **attributes: str) -> Mar
         for artist in mark.artists:
             artist.set_gid(f"mark-{number}")
     text = StringIO()
-    figure.savefig(text, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph")  # the browser has fonts for names in other scripts
+        figure.savefig(text, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
     root = ElementTree.fromstring(text.getvalue())
     for element in root.iter():
         element.tag = element.tag.rpartition("}")[2]
