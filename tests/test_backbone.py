@@ -444,5 +444,5 @@ def test_finer_maps_may_be_left_out(family: Family) -> None:
     assert coarse.channels == tuple(one.shape[1] for one in maps)
     assert coarse.strides == tuple(whole.input_size[1] / one.shape[2] for one in maps)
     assert (sum(p.numel() for p in coarse.parameters()) < count) is (coarse.pyramid is not None)
-    with pytest.raises(ModelError, match="the backbone has 2 maps, but 3 were asked for; set maps to 1 up to that"):
+    with pytest.raises(ModelError, match="the backbone has 2 maps, not 3; set maps to at least 1"):
         coarse.coarsest_(3)
