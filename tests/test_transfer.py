@@ -322,7 +322,7 @@ def test_images_held_out_decide_how_strong_the_penalty_is(numbers: tuple[Tensor,
     for nothing in (torch.zeros(300, dtype=torch.bool), torch.ones(300, dtype=torch.bool)):
         with pytest.raises(MeasureError, match="some images must be held out and some not"):
             choose_strength(values, labels, nothing, 4)
-    with pytest.raises(MeasureError, match="features that are not finite"):
+    with pytest.raises(MeasureError, match="features are not finite"):
         fit_probe(values / 0, labels, 4, 1.0)
 
 
