@@ -369,7 +369,7 @@ def test_predict_measures_the_best_splits_again(run: Run, whole: Path) -> None:
     ("options", "text"),
     [
         (("--layers", 2, "--data", "demo"), "nothing is measured again, but --data was given; add --recheck 3"),
-        (("--recheck", 2), "--recheck decides between splits of a budget; give one, such as --layers 8"),
+        (("--recheck", 2), "--recheck chooses between splits of a budget; give one, such as --layers 8"),
         (("--layers", 2, "--recheck", 2), "--recheck trains; give --data, the same as for hetdpt collect"),
     ],
 )
@@ -437,7 +437,10 @@ CHAINS = "attention, activation, interleaved"
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        (("--rounds", "2,1"), "--rounds takes three numbers, of attention, activation and interleaved, not '2,1'"),
+        (
+            ("--rounds", "2,1"),
+            "--rounds: expected 3 values with commas between, got '2,1'; hetdpt collect --help lists all options",
+        ),
         (
             ("--rounds", "0,0,0"),
             f"rounds is (0, 0, 0); expected one number for each of the chains {CHAINS}, 0 for none, such as 5,5,3",

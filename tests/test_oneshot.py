@@ -328,7 +328,7 @@ def test_a_kill_loses_no_choice(run: Run, home: Path, tmp_path: Path) -> None:
     assert names(tmp_path) == ["out.partial"]
     result = run(*options, "--out", tmp_path / "out")
     assert result.code == 0
-    assert result.out.splitlines()[0] == f"going on with {tmp_path / 'out'}.partial"
+    assert result.out.splitlines()[0] == f"resuming {tmp_path / 'out'}.partial"
     assert "\n1/4: " not in result.out
     assert run(*options, "--out", tmp_path / "whole", "--quiet").out.startswith(line)
     assert names(tmp_path) == ["out", "whole"]

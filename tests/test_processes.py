@@ -131,7 +131,7 @@ def test_killed_and_resumed_ends_bit_equal(home: Path, whole: Path, kills: tuple
     for checkpoint in kills:
         kill_at(command, out, checkpoint)
         assert not (out / "summary.json").exists()
-    assert "going on with" in finish(command).stdout
+    assert "resuming" in finish(command).stdout
     same_end(whole, out)
 
 
