@@ -342,7 +342,7 @@ class TestBackbone:
 
     @pytest.mark.parametrize("size", [8, (8, 64), (64, 8)])
     def test_one_patch_is_no_map_to_make_a_pyramid_of(self, size: Any) -> None:
-        sentence = r"needs 2 x 2 patches or more, but images of .* pixels have .*1.*; give sizes from 16 x 16 on"
+        sentence = r"needs 2 x 2 patches or more, but images of .* pixels have .*1.*; use images of at least 16 x 16"
         with pytest.raises(ModelError, match=sentence):
             Backbone(VIT.build(), size=size, width=16)
         Backbone(VIT.build(), size=16, width=16)(torch.zeros(1, 3, 16, 16))
