@@ -81,15 +81,15 @@ class RunOptions(
     """Epochs of the final fine-tuning."""
     recipe: str | None = None
     """Recipe that sets the defaults; hetdpt recipes lists them."""
-    config: Path | None = None
+    config: Path | None = option(panel="Settings and stages")
     """File with settings (.toml, .yaml); options override it."""
-    changes: list[str] = option(flag="--set", default=[])
+    changes: list[str] = option(flag="--set", default=[], panel="Settings and stages")
     """Any setting, such as recovery.training.lr=1e-4; may be repeated."""
     dry_run: bool = False
     """Only estimate what would be done and how long it takes; write nothing."""
-    redo: str | None = None
+    redo: str | None = option(panel="Settings and stages")
     """Repeat this stage and all that follow it."""
-    until: str | None = None
+    until: str | None = option(panel="Settings and stages")
     """Stop after this stage."""
     minutes: Any = option("RunConfig.minutes", flag="--checkpoint-minutes", least=0, panel="Device")
     batch: Any = option("RunConfig.batch", least=1, panel="Device")
