@@ -603,9 +603,7 @@ class TestAGroup:
         one = [word for word in command(home, out, "--device", "cpu") if word not in ("--compare", "random")]
         refused = subprocess.run([*TORCHRUN, *one[1:]], capture_output=True, text=True, timeout=300)
         assert refused.returncode != 0
-        assert (
-            "error: the stage collect is done by one process; give the same command without torchrun" in refused.stderr
-        )
+        assert "error: the stage collect runs in one process; run the same command without torchrun" in refused.stderr
         subprocess.run([*one, "--until", "collect"], check=True, capture_output=True)
         subprocess.run([*TORCHRUN, *one[1:]], check=True, capture_output=True, timeout=300)
         model, summary = hetdpt.load(out / "model"), RunSummary.read(out)
