@@ -97,8 +97,9 @@ def results(directory: Path) -> dict[str, Any]:
     collected, recovered = found["collect"]["samples"], found["recover"]
     for sample in collected:
         del sample["seconds"]
+    del recovered["images_per_second"]
     for epoch in [recovered, *recovered["epochs"]]:
-        del epoch["seconds"], epoch["images_per_second"]
+        del epoch["seconds"]
     compared = [{"plan": row["plan"], "accuracy": row["accuracy"]} for row in found["compare"]["rows"]]
     measured = {name: found["measure"][name]["accuracy"] for name in ("dense", "pruned")}
     return {
