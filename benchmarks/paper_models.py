@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from paper_printed import printed, reference
@@ -63,8 +63,7 @@ PLUS = {
 }
 
 
-@dataclass(frozen=True)
-class Target:
+class Target(NamedTuple):
     """So many MACs, after merging."""
 
     macs: float

@@ -109,18 +109,9 @@ class _MapWatch(TorchFunctionMode):
         self.maps.setdefault(self.now, []).append(attention)
         return attention
 
-    def attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Tensor:
+    def attend(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return softmax(scale q k + mask) v, as torch's fused operator does in eval mode."""
+        query, key, value, attn_mask, _, is_causal, scale, enable_gqa = fused_arguments(*args, **kwargs)
         if is_causal or enable_gqa:
             raise ModelError(f"{self.now} is causal or shares keys between heads; relevance is not defined for it")
         scores = (query @ key.mT) * (query.shape[-1] ** -0.5 if scale is None else scale)  # (B, heads, N, N)
@@ -135,3 +126,17 @@ def first_tensor(*values: Any) -> Tensor:
     """Return the first tensor among arguments or results, at whatever depth."""
     found: Tensor = next(leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor))
     return found
+
+
+def fused_arguments(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, float, bool, float | None, bool]:
+    """Return all arguments of ``F.scaled_dot_product_attention``, however it was called."""
+    return query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa

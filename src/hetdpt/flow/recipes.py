@@ -105,17 +105,12 @@ def deit_small_imagenet() -> Recipe:
     >>> deit_small_imagenet().plan
     'paper/deit_small-8'
     """
-    return Recipe(
-        config=RecoverConfig(),
-        collection=_briefly(RecoverConfig()),
-        search=_search_for(8),
+    return _imagenet(
+        layers=8,
         model="deit_small_distilled_patch16_224",
-        data=IMAGENET,
         plan="paper/deit_small-8",
-        processes=8,
         accuracy="79.7 % on ImageNet-1k, printed in the paper's tables (79.6 % in its text); dense DeiT-S 79.8 %",
         hours=f"not printed; about 7 if time scales with MACs (our estimate from DeiT-B's 28); {DEIT_EPOCHS}",
-        hardware=EIGHT,
     )
 
 
@@ -124,19 +119,14 @@ def deit_base_imagenet() -> Recipe:
 
     The paper's pruned rows have the costs of the two-head model (reference.json), so that is the model here.
     """
-    return Recipe(
-        config=RecoverConfig(),
-        collection=_briefly(RecoverConfig()),
-        search=_search_for(10),
+    return _imagenet(
+        layers=10,
         model="deit_base_distilled_patch16_224",
-        data=IMAGENET,
         plan="paper/deit_base-10",
-        processes=8,
         accuracy="81.8 % on ImageNet-1k (82.1 % with paper/deit_base-8), printed in the paper's tables; "
         "dense DeiT-B 81.8 %",
         hours="about 28 for the fine-tuning on 8 GPUs, roughly 30 with the pruning, printed in the paper; "
         f"{DEIT_EPOCHS}",
-        hardware=EIGHT,
     )
 
 
@@ -145,18 +135,13 @@ def swin_small_imagenet() -> Recipe:
 
     The weights are those trained on ImageNet-1k alone; timm's default has seen ImageNet-22k.
     """
-    return Recipe(
-        config=RecoverConfig(),
-        collection=_briefly(RecoverConfig()),
-        search=_search_for(10),
+    return _imagenet(
+        layers=10,
         model="swin_small_patch4_window7_224.ms_in1k",
-        data=IMAGENET,
         plan=None,
-        processes=8,
         accuracy="82.4 % on ImageNet-1k without 10 layers, printed in the paper's tables; which layers is not printed; "
         "dense Swin-S 83.2 %",
         hours=f"not printed; about 14 if time scales with MACs (our estimate from DeiT-B's 28); {EPOCHS}",
-        hardware=EIGHT,
     )
 
 
@@ -166,18 +151,13 @@ def swin_base_imagenet() -> Recipe:
     The weights are those trained on ImageNet-1k alone; timm's default has seen ImageNet-22k. The search is as long as
     that for Swin-S.
     """
-    return Recipe(
-        config=RecoverConfig(),
-        collection=_briefly(RecoverConfig()),
-        search=_search_for(10),
+    return _imagenet(
+        layers=10,
         model="swin_base_patch4_window7_224.ms_in1k",
-        data=IMAGENET,
         plan=None,
-        processes=8,
         accuracy="82.9 % on ImageNet-1k at 9.8 G MACs, printed in the paper's tables; how many and which layers "
         "were removed is not printed; dense Swin-B 83.5 %",
         hours=f"not printed; about 25 if time scales with MACs (our estimate from DeiT-B's 28); {EPOCHS}",
-        hardware=EIGHT,
     )
 
 
@@ -255,6 +235,23 @@ def dinov2_giant_cifar100() -> Recipe:
         hours=f"not printed; {EPOCHS}",
         hardware="NVIDIA A100 GPUs (paper, experiment setup), under FSDP; how many is not printed, 8 here; the paper's "
         "384 images per GPU are 48 in each of 8 passes here",
+    )
+
+
+def _imagenet(*, layers: int, model: str, plan: str | None, accuracy: str, hours: str) -> Recipe:
+    """Return the release's settings on ImageNet, with a search for so many layers."""
+    config = RecoverConfig()
+    return Recipe(
+        config=config,
+        collection=_briefly(config),
+        search=_search_for(layers),
+        model=model,
+        data=IMAGENET,
+        plan=plan,
+        processes=8,
+        accuracy=accuracy,
+        hours=hours,
+        hardware=EIGHT,
     )
 
 

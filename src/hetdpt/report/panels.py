@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from hetdpt.core.format import machine, percent
 from hetdpt.core.plan import KINDS
@@ -40,8 +41,7 @@ class Figure:
     draw: Callable[[RunRecord], PageFigure]
 
 
-@dataclass(frozen=True)
-class Folded:
+class Folded(NamedTuple):
     """A long text that the page shows on demand and Markdown leaves out."""
 
     about: str

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
+from hetdpt.adapters.maps import fused_arguments
 from hetdpt.adapters.models import fused
 from hetdpt.core.errors import ModelError
 from hetdpt.core.tokens import GTP_OPTIONS, Tokens
@@ -76,18 +77,9 @@ class _AttentionWatch(TorchFunctionMode):
             return self.attend(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
-    def attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Tensor:
+    def attend(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return softmax(q k + log s) v, s the sizes of tokens; as long as all are 1, what torch's operator does."""
+        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa = fused_arguments(*args, **kwargs)
         if attn_mask is not None or is_causal:
             raise _refused(self.step, "its attention has a bias or a mask, which depends on positions in the image")
         batch, n = self.stream.tokens.shape[:2]
