@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from hetdpt.flow.collection.collect import collect_into, recheck_into
     from hetdpt.flow.comparison.compare import CompareConfig, compare_into
     from hetdpt.flow.config import RunConfig
-    from hetdpt.flow.execution import Execution, Workplace
+    from hetdpt.flow.execution import Execution
     from hetdpt.flow.oneshot import oneshot_into
     from hetdpt.flow.pipeline import run
     from hetdpt.measurement.accuracy import evaluate
@@ -70,7 +70,7 @@ _HOMES = {
     "hetdpt.adapters.models": ("Base", "create"),
     "hetdpt.surgery.calibrate": ("calibrate_",),
     "hetdpt.flow.collection.collect": ("collect_into", "recheck_into"),
-    "hetdpt.flow.execution": ("Execution", "Workplace"),
+    "hetdpt.flow.execution": ("Execution",),
     "hetdpt.reduce.width.choice": ("Ratios",),
     "hetdpt.reduce.tokens.reduce": ("reduce_tokens_", "restore_tokens_"),
     "hetdpt.reduce.width.narrow": ("WidthConfig", "narrow_", "narrow_to"),

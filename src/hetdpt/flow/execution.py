@@ -75,9 +75,6 @@ class Execution:
         return fitting_images(model, data, count, seed, self.workers)
 
 
-Workplace = Execution  # its name in scripts written for earlier versions
-
-
 def fitting_images(model: nn.Module, data: Data, count: int, seed: int = 0, workers: int = 0) -> ImageBatches:
     """Return ``count`` training images of ``data`` as ``model`` takes them; ``DataError`` if it has none."""
     if data.train is None:
