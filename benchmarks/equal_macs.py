@@ -21,7 +21,7 @@ import hetdpt
 from hetdpt.cli.options import read_settings
 from hetdpt.export.saved import open_model
 from hetdpt.flow.stages.events import Event
-from hetdpt.measurement.machine import machine_of
+from hetdpt.measurement.speed import machine_of
 from hetdpt.results import RunSummary
 
 WAYS: dict[str, dict[str, Any]] = {

@@ -86,7 +86,7 @@ class Recorder:
         from torch import device
 
         from hetdpt.export.saved import versions
-        from hetdpt.measurement.machine import machine_of
+        from hetdpt.measurement.speed import machine_of
 
         self.file, self.redo, self.added = file, redo, list[Key]()
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -17,19 +17,25 @@ from transformers import Dinov2Backbone, Dinov2Config
 import hetdpt
 from hetdpt.adapters.models import build, unfuse_
 from hetdpt.core.errors import FileError, ModelError, PlanError
-from hetdpt.core.modules import digest
+from hetdpt.core.modules import digest, tensors_in
 from hetdpt.core.plan import Plan
 from hetdpt.core.tokens import TOKEN_PAPERS, Tokens
 from hetdpt.export.saved import RECIPE
 from hetdpt.measurement.agreement import outputs_of
 from hetdpt.measurement.costs import count_macs
 from hetdpt.reduce.tokens import half_blocks as halves
-from hetdpt.reduce.tokens.gtp import beside, links, propagate, rank
 from hetdpt.reduce.tokens.half_blocks import TokenStep, sparse
-from hetdpt.reduce.tokens.layout import tensors_in
+from hetdpt.reduce.tokens.methods import (
+    AttentionRecord,
+    TokenStream,
+    beside,
+    links,
+    match,
+    merge_alike,
+    propagate,
+    rank,
+)
 from hetdpt.reduce.tokens.reduce import TOKEN_METHODS, reduce_tokens_, restore_tokens_
-from hetdpt.reduce.tokens.stream import AttentionRecord, TokenStream
-from hetdpt.reduce.tokens.tome import match, merge_alike
 from hetdpt.store.atomic import read_sealed_json, write_sealed_json
 from hetdpt.surgery.merge import merge_
 from hetdpt.surgery.record import record_of

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from pydantic import TypeAdapter, ValidationError
 
 from hetdpt.core.errors import FileError, HetDPTError, PredictError, first_line
-from hetdpt.core.format import amount, counted, estimate, fewer_tokens, machine, percent, times, widths
+from hetdpt.core.format import amount, counted, estimate, fewer_tokens, machine, percent, split_text, times, widths
 from hetdpt.core.goals import Measures
 from hetdpt.core.plan import KINDS, Budget, Kind, Plan, Site
 from hetdpt.core.tokens import Tokens
@@ -569,11 +569,7 @@ class ComparisonRow:
         >>> ComparisonRow(3, "hetdpt", 0, Plan(attention=(1,), activation=(0, 2)), 70.0, 75.0, 1.5, speed).split
         '1+2'
         """
-        return _split(self.plan)
-
-
-def _split(plan: Plan) -> str:
-    return f"{plan.budget.attention}+{plan.budget.activation}"
+        return split_text(self.plan.budget)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -688,7 +684,7 @@ class RunSummary:
 
     @classmethod
     def read(cls, directory: Path) -> RunSummary:
-        """Return the summary of a finished run; ``FileError`` if there is none."""
+        """Return the summary of a finished run; ``FileError`` if it has no summary."""
         file = directory / SUMMARY
         try:
             values = parse_json(file.read_text(encoding="utf-8"))
@@ -701,7 +697,7 @@ class RunSummary:
 
 
 Removal = str | tuple[str, str]
-"""A name from ``plan.REMOVALS`` or (attention style, activation style)."""
+"""A name from ``styles.PRESETS`` or (attention style, activation style)."""
 DERIVED = ("splits", "accuracy", "spread")  # of a summary, in JSON for those who read it
 
 
@@ -753,7 +749,7 @@ class MethodSummary:
     @property
     def splits(self) -> tuple[str, ...]:
         """Those of the plans, each once, as attention+activation."""
-        return tuple(dict.fromkeys(map(_split, self.plans)))
+        return tuple(dict.fromkeys(split_text(plan.budget) for plan in self.plans))
 
     @property
     def accuracy(self) -> float:

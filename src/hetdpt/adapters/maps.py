@@ -15,11 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 
 from hetdpt.adapters.anatomy import Handle
 from hetdpt.core.errors import ModelError
-from hetdpt.core.modules import clone
+from hetdpt.core.modules import clone, tensors_in
 
 SOFTMAXES = (F.softmax, torch.softmax, Tensor.softmax)
 
@@ -50,7 +49,7 @@ def look(model: nn.Module, handles: Sequence[Handle], images: Tensor) -> Forward
             grids.append((output.shape[-2], output.shape[-1]))
 
     def ended(_: nn.Module, args: Any, output: Any) -> None:
-        ends.append(first_tensor(output))
+        ends.append(tensors_in(output)[0])
 
     for module in probe.modules():
         if isinstance(module, nn.Conv2d):
@@ -120,12 +119,6 @@ class _MapWatch(TorchFunctionMode):
         elif attn_mask is not None:
             scores = scores + attn_mask
         return self.keep(scores.softmax(-1)) @ value
-
-
-def first_tensor(*values: Any) -> Tensor:
-    """Return the first tensor among arguments or results, at whatever depth."""
-    found: Tensor = next(leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor))
-    return found
 
 
 def fused_arguments(

@@ -14,10 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from hetdpt.adapters.anatomy import Handle
-from hetdpt.adapters.maps import first_tensor
 from hetdpt.core.errors import ModelError
 from hetdpt.core.gates import Extras, Pass, Zero
-from hetdpt.core.modules import clone, put_
+from hetdpt.core.modules import clone, put_, tensors_in
 
 
 @dataclass(frozen=True)
@@ -60,7 +59,7 @@ def find_windows(model: nn.Module, handles: Sequence[Handle], images: Tensor) ->
     recorders, streams = list[_InputRecorder](), list[Tensor]()
 
     def numbered(_: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        stream = first_tensor(args, kwargs)
+        stream = tensors_in(args, kwargs)[0]
         numbers = torch.arange(1, stream[..., 0].numel() + 1, device=stream.device).to(stream.dtype)
         streams.append(numbers.view(*stream.shape[:-1], 1).expand(stream.shape).contiguous())
         args = tuple(streams[-1] if value is stream else value for value in args)

@@ -6,7 +6,7 @@ y = m f(x) + (1 - m) r(x) with a mask m of 0 or 1; the gradient of m is passed s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
@@ -67,7 +67,7 @@ class Removed(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         given = (*args, *kwargs.values())
-        y = self.replace(_first_tensor(given))
+        y = self.replace(first_tensor(given))
         if self.extras is None:
             return y
         extras = [extra for extra in self.extras if not isinstance(extra, OnDemand) or given[extra.number]]
@@ -216,7 +216,7 @@ class Gate(nn.Module):
         given, self.given = self.given, None
         if isinstance(self.removed, Zero):
             return None
-        return self.removed.replace(_first_tensor((*args, *kwargs.values())) if given is None else given)
+        return self.removed.replace(first_tensor((*args, *kwargs.values())) if given is None else given)
 
     def release(self) -> nn.Module:
         """Return the layer as it was before."""
@@ -254,7 +254,7 @@ class Behind(nn.Module):
         if not gate.is_open:
             return self.passing(*args, **kwargs)
         if self.is_source and torch.is_grad_enabled():
-            gate.given = _first_tensor((*args, *kwargs.values()))
+            gate.given = first_tensor((*args, *kwargs.values()))
         return self.inner(*args, **kwargs)
 
     def release(self) -> nn.Module:
@@ -306,7 +306,8 @@ def per_image(values: Tensor, of: Tensor, images_at: int) -> Tensor:
     return rows.view(*[1] * images_at, -1, *[1] * (of.dim() - images_at - 1))
 
 
-def _first_tensor(values: tuple[Any, ...]) -> Tensor:
+def first_tensor(values: Iterable[Any]) -> Tensor:
+    """Return the first of the arguments of a module that is a tensor."""
     return next(value for value in values if isinstance(value, Tensor))
 
 

@@ -29,10 +29,15 @@ def clone(model: nn.Module) -> nn.Module:
 
     Replacing a module of the copy does not change the model; training the copy trains the model.
     """
-    held = tree_leaves([list(vars(module).values()) for module in model.modules()])
-    kept = [value for value in held if isinstance(value, Tensor) and not value.is_leaf]  # from a pass with gradients
+    held = tensors_in([list(vars(module).values()) for module in model.modules()])
+    kept = [tensor for tensor in held if not tensor.is_leaf]  # from a pass with gradients
     tensors = (*model.parameters(), *model.buffers(), *kept)
     return deepcopy(model, {id(tensor): tensor for tensor in tensors})
+
+
+def tensors_in(*values: Any) -> list[Tensor]:
+    """Return the tensors among arguments or results, at any depth."""
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
 def put_(model: nn.Module, path: str, module: nn.Module) -> None:

@@ -19,7 +19,7 @@ from hetdpt.flow.config import RunConfig
 from hetdpt.flow.pipeline import stages_of
 from hetdpt.flow.stages.stage import StageEstimate
 from hetdpt.flow.stages.timing import Trials
-from hetdpt.measurement.machine import machine_of
+from hetdpt.measurement.speed import machine_of
 from hetdpt.results import Machine
 from hetdpt.selection.select import StageProgress
 from hetdpt.training.processes import start

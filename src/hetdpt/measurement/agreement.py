@@ -8,17 +8,16 @@ from math import inf, isfinite
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils._pytree import tree_leaves
 
 from hetdpt.adapters.models import num_classes_of
 from hetdpt.core.errors import ModelError
-from hetdpt.core.modules import checked, evaluating, random_images
+from hetdpt.core.modules import checked, evaluating, random_images, tensors_in
 from hetdpt.surgery.prefix_cache import Probe
 
 
 def outputs_of(model: nn.Module, images: Tensor) -> list[Tensor]:
     """Return all tensors that ``model`` computes from ``images``, whatever structure it returns them in."""
-    return [leaf for leaf in tree_leaves(model(images)) if isinstance(leaf, Tensor)]
+    return tensors_in(model(images))
 
 
 @torch.no_grad()

@@ -15,9 +15,10 @@ from torch import Tensor, nn
 
 from hetdpt.adapters.models import input_size_of
 from hetdpt.core.errors import MeasureError
+from hetdpt.core.host import processor
 from hetdpt.core.modules import evaluating, random_images
 from hetdpt.core.plan import Measurement, Site
-from hetdpt.results import Ratio
+from hetdpt.results import Machine, Ratio
 from hetdpt.surgery.merge import merge_
 from hetdpt.surgery.record import InputSize, Removal, survey_of
 from hetdpt.surgery.remove import ready, removable, without
@@ -178,6 +179,17 @@ def _images(model: nn.Module, input_size: InputSize | None, batch: int | None) -
     if weight.is_meta:
         raise MeasureError("this model has no weights (its parameters are on the meta device); load them first")
     return random_images(model, input_size or input_size_of(model), batch or (8 if weight.is_cpu else 256))
+
+
+def machine_of(device: torch.device) -> Machine:
+    """Return the machine that ``device`` is part of.
+
+    >>> machine_of(torch.device("cpu")).device
+    'cpu'
+    """
+    is_gpu = device.type == "cuda"
+    name = torch.cuda.get_device_name(device) if is_gpu else processor()
+    return Machine(device.type, name, torch.get_num_threads())
 
 
 def synchronize(device: torch.device) -> None:

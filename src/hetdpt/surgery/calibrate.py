@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from hetdpt.adapters.anatomy import Handle
 from hetdpt.core.errors import DataError, ModelError
 from hetdpt.core.fold import Means, Moments, exact
-from hetdpt.core.gates import Values, replacement_class
+from hetdpt.core.gates import Values, first_tensor, replacement_class
 from hetdpt.core.modules import Peeked, checked, clone, evaluating, is_once, memory_advice
 from hetdpt.core.plan import Fit, Plan, Site
 from hetdpt.core.styles import STYLES, Style
@@ -304,7 +304,7 @@ def _add(model: nn.Module, sums: list[_Sums], images: Tensor, count: int) -> Non
     left = set(range(len(sums)))
 
     def keep(number: int, _: nn.Module, args: Any, kwargs: Any) -> None:
-        inputs[number] = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+        inputs[number] = first_tensor((*args, *kwargs.values()))
 
     def add(number: int, _: nn.Module, args: Any, output: Any) -> None:
         sums[number].add(inputs.pop(number), sums[number].output(model, output), len(images), count)

@@ -18,11 +18,11 @@ from typing import Any, Generic, Literal, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from hetdpt.adapters.heads import logits_of
 from hetdpt.core.errors import DataError, ModelError
-from hetdpt.core.modules import clone
+from hetdpt.core.modules import clone, tensors_in
 
 K = TypeVar("K")
 """The key of a variant."""
@@ -61,13 +61,9 @@ def _logits(answer: Any) -> Tensor:
     try:
         return logits_of(answer)
     except ModelError:
-        if not (tensors := _tensors(answer)):
+        if not (tensors := tensors_in(answer)):
             raise
         return tensors[0]
-
-
-def _tensors(values: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
 def heads_of(model: nn.Module, images: Tensor) -> tuple[str, ...]:
@@ -143,13 +139,13 @@ class ModuleTimeline:
 
     def _begin(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         self.starts.setdefault(path, self.clock)
-        self.given += [(self.clock, value.grad_fn) for value in _tensors((args, kwargs))]
+        self.given += [(self.clock, value.grad_fn) for value in tensors_in(args, kwargs)]
         self.clock += 1
 
     def _end(self, path: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         self.calls[path] += 1
-        given = {id(value) for value in _tensors((args, kwargs))}
-        answers = _tensors(output)
+        given = {id(value) for value in tensors_in(args, kwargs)}
+        answers = tensors_in(output)
         if all(id(answer) in given for answer in answers):  # dropout, identity: nothing to cache
             return
         self.stops[path] = self.clock
@@ -285,7 +281,7 @@ class CachedVariants(Generic[K]):
         found = sorted({cut.moment: cut for cut in cuts}.values(), key=lambda cut: cut.moment)
         for stride in range(1, len(found) + 1):
             paths = {path for cut in found[::stride] for path in cut.read}
-            if sum(value.nbytes for path in paths for value in _tensors(self.kept[path])) <= memory:
+            if sum(value.nbytes for path in paths for value in tensors_in(self.kept[path])) <= memory:
                 return found[::stride]
         return []
 

@@ -7,12 +7,12 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 from torch.utils.hooks import RemovableHandle
 
 from hetdpt.adapters.anatomy import Handle, Survey
-from hetdpt.core.gates import per_image, replacement_class
+from hetdpt.core.gates import first_tensor, per_image, replacement_class
 from hetdpt.core.plan import Plan
 from hetdpt.surgery.record import parts_of, record_of, survey_of
 
@@ -59,7 +59,7 @@ class _DropPath:
     images = 1
 
     def begin(self, _: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        self.images = len(next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)))
+        self.images = len(first_tensor((*args, *kwargs.values())))
 
     def __call__(self, chance: float, images_at: int, module: nn.Module, _: Any, output: Any) -> Any:
         branch = output[0] if isinstance(output, tuple) else output  # (B, ...), or (B * windows, ...)

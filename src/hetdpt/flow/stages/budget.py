@@ -24,7 +24,7 @@ from hetdpt.flow.config import RunConfig
 from hetdpt.flow.stages.stage import DATA, MODEL, SAMPLES, RunContext, Stage, StageEstimate
 from hetdpt.measurement.accuracy import evaluate
 from hetdpt.measurement.costs import Costs
-from hetdpt.measurement.machine import machine_of
+from hetdpt.measurement.speed import machine_of
 from hetdpt.reduce.tokens.reduce import reduce_tokens_
 from hetdpt.reduce.width.narrow import narrow_to
 from hetdpt.reduce.width.search import MOST

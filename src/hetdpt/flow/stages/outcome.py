@@ -21,8 +21,7 @@ from hetdpt.flow.stages.stage import DATA, EVERY_STAGE, MODEL, RunContext, Stage
 from hetdpt.flow.stages.summary import summarise
 from hetdpt.measurement.accuracy import evaluate
 from hetdpt.measurement.costs import Costs
-from hetdpt.measurement.machine import machine_of
-from hetdpt.measurement.speed import latency_breakdown, measure_throughput
+from hetdpt.measurement.speed import latency_breakdown, machine_of, measure_throughput
 from hetdpt.report.write import write_reports
 from hetdpt.results import (
     AnalyseResult,

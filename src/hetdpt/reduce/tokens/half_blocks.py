@@ -22,9 +22,10 @@ from torch.utils._pytree import tree_map_only
 from hetdpt.adapters.maps import fused_arguments
 from hetdpt.adapters.models import fused
 from hetdpt.core.errors import ModelError
+from hetdpt.core.modules import tensors_in
 from hetdpt.core.tokens import GTP_OPTIONS, Tokens
-from hetdpt.reduce.tokens.layout import TokenLayout, tensors_in
-from hetdpt.reduce.tokens.stream import AttentionRecord, TokenMethod, TokenStream
+from hetdpt.reduce.tokens.layout import TokenLayout
+from hetdpt.reduce.tokens.methods import AttentionRecord, TokenMethod, TokenStream
 
 STEP = "tokens"
 """The name of a block's ``TokenStep``."""

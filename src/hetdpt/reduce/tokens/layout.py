@@ -10,11 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from hetdpt.adapters.trace import dry_run
 from hetdpt.core.errors import ModelError
-from hetdpt.core.modules import clone
+from hetdpt.core.modules import clone, tensors_in
 from hetdpt.surgery.record import InputSize
 
 
@@ -117,8 +116,3 @@ def _pass(is_tuple: bool, protected: int | None, *args: Any, **kwargs: Any) -> A
     if protected is not None:
         tokens[:, protected:] = torch.nan
     return (tokens, None) if is_tuple else tokens
-
-
-def tensors_in(*values: Any) -> list[Tensor]:
-    """Return the tensors among arguments, at any depth."""
-    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]

@@ -18,14 +18,12 @@ from hetdpt.adapters.anatomy import Parts
 from hetdpt.adapters.trace import dry_run
 from hetdpt.core.errors import HetDPTError, ModelError, first_line
 from hetdpt.core.gates import ConstantPerPosition, Pass, Zero
-from hetdpt.core.modules import clone
+from hetdpt.core.modules import clone, tensors_in
 from hetdpt.core.plan import KINDS, Plan
 from hetdpt.core.tokens import Tokens
-from hetdpt.reduce.tokens.gtp import propagate
 from hetdpt.reduce.tokens.half_blocks import STEP, Replacements, TokenStep, run_block
-from hetdpt.reduce.tokens.layout import TokenLayout, find_layout, tensors_in
-from hetdpt.reduce.tokens.stream import TokenMethod
-from hetdpt.reduce.tokens.tome import merge_alike
+from hetdpt.reduce.tokens.layout import TokenLayout, find_layout
+from hetdpt.reduce.tokens.methods import TokenMethod, merge_alike, propagate
 from hetdpt.surgery.gate import gates_of
 from hetdpt.surgery.record import RECORD, InputSize, Record, record_of, survey_of
 

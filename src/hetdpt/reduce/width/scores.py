@@ -16,7 +16,6 @@ from typing import Any, Literal
 import torch
 import torch_pruning as tp
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from hetdpt.adapters.attention import Attention, attention_at
 from hetdpt.adapters.ffn import Ffn
@@ -24,7 +23,7 @@ from hetdpt.adapters.models import unfuse_
 from hetdpt.core.errors import ModelError, PlanError
 from hetdpt.core.fold import is_cheaper_folded
 from hetdpt.core.gates import Gate
-from hetdpt.core.modules import clone, random_images
+from hetdpt.core.modules import clone, random_images, tensors_in
 from hetdpt.core.plan import Plan
 from hetdpt.reduce.width.shapes import STREAM_SIZES, Place
 from hetdpt.surgery.record import record_of, require_record
@@ -227,9 +226,8 @@ class _Graph:
 
 
 def _tensors(answer: Any) -> list[Tensor]:
-    """Return the output of a model as a list."""
     plain = tuple(answer.values()) if isinstance(answer, dict) else answer  # transformers returns dictionaries
-    return [leaf for leaf in tree_leaves(plain) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    return [tensor for tensor in tensors_in(plain) if tensor.requires_grad]
 
 
 Scorer = Callable[[Any], Tensor]
