@@ -337,18 +337,11 @@ def _add_all(bench: Bench, what: str, names: Iterable[str], compare: Callable[[]
 GROWING = ("survey", "entropy", "calibration", "merge", "save_and_load")
 LOOKING = ("entropy", "calibration")
 EXPECTED = {
-    ("survey", "layers"): (1, 1),
-    ("survey", "width"): (0, 2),
-    ("entropy", "layers"): (2, 1),
-    ("entropy", "width"): (2, 2),
-    ("entropy", "images"): (1, 0),
-    ("calibration", "layers"): (2, 1),
-    ("calibration", "width"): (2, 2),
-    ("calibration", "images"): (1, 0),
-    ("merge", "layers"): (1, 1),
-    ("merge", "width"): (3, 2),
-    ("save_and_load", "layers"): (1, 1),
-    ("save_and_load", "width"): (2, 2),
+    "survey": {"layers": (1, 1), "width": (0, 2)},
+    "entropy": {"layers": (2, 1), "width": (2, 2), "images": (1, 0)},
+    "calibration": {"layers": (2, 1), "width": (2, 2), "images": (1, 0)},
+    "merge": {"layers": (1, 1), "width": (3, 2)},
+    "save_and_load": {"layers": (1, 1), "width": (2, 2)},
 }
 """Exponents of time and of memory for large sizes: a scan runs half of the layers for each of 2 L sites, a calibration
 of L / 2 layers half of them for each, a merge multiplies D x 4 D by 4 D x D; memory is the weights and, at most, sums
@@ -367,7 +360,7 @@ def growth(bench: Bench) -> None:
             key.pop(against)
             if new or not bench.recorder.has(**key):
                 rows = {size[against]: bench.row(**common, **size) for size in sizes}
-                bench.add(key, **exponents(rows, *EXPECTED[task, against]))
+                bench.add(key, **exponents(rows, *EXPECTED[task][against]))
 
 
 def series(scale: Scale, task: str) -> dict[str, list[dict[str, int]]]:

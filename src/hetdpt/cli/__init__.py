@@ -111,7 +111,8 @@ def main() -> None:
         error.show()
         _leave(error.exit_code)
     except click.UsageError as error:
-        _refuse(f"{_sentence(error)}; {error.ctx.command_path if error.ctx else 'hetdpt'} --help lists all options")
+        command = error.ctx.command_path if error.ctx else "hetdpt"
+        _refuse(f"{_sentence(error)}; {command} --help lists all {'commands' if command == 'hetdpt' else 'options'}")
     except (HetDPTError, OSError) as error:
         _refuse(reason(error) if isinstance(error, OSError) else str(error))
     except Stopped as stopped:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch_pruning as tp
@@ -47,8 +47,7 @@ class Channels:
     """Norms over it that have no parameters."""
 
 
-@dataclass(frozen=True)
-class Hidden:
+class Hidden(NamedTuple):
     """The features between the two layers of an FFN."""
 
     ffn: Ffn
@@ -58,8 +57,7 @@ class Hidden:
     """(H,)"""
 
 
-@dataclass(frozen=True)
-class Heads:
+class Heads(NamedTuple):
     """The heads of an attention, and the dimensions of each."""
 
     attention: Attention
