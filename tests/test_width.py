@@ -264,7 +264,7 @@ def test_no_block_loses_its_last_head(model: nn.Module, images: Tensor) -> None:
     seen = WidthSurvey.of(model, PLAIN, (), ALL)
     scores = [part.scores * (1e-6 if number == 1 else 1) for number, part in enumerate(seen.parts.heads)]
     parts = replace(
-        seen.parts, heads=tuple(replace(part, scores=s) for part, s in zip(seen.parts.heads, scores, strict=True))
+        seen.parts, heads=tuple(part._replace(scores=s) for part, s in zip(seen.parts.heads, scores, strict=True))
     )
     kept = choose(parts, Ratios(heads=0.5))
     assert sorted(len(table) for table in kept.heads.values()) == [1, 1, 2]
