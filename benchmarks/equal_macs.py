@@ -20,7 +20,7 @@ from typing import Any
 import hetdpt
 from hetdpt.cli.options import read_settings
 from hetdpt.export.saved import open_model
-from hetdpt.flow.stages.events import Event
+from hetdpt.flow.stages.stage import Event
 from hetdpt.measurement.speed import machine_of
 from hetdpt.results import RunSummary
 

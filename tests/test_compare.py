@@ -42,7 +42,7 @@ from hetdpt.results import Difference, MethodComparison, from_json
 from hetdpt.selection.methods import METHODS
 from hetdpt.selection.predictor.samples import CollectConfig, SampleStep
 from hetdpt.selection.select import SelectConfig
-from hetdpt.store.csv_file import write_csv
+from hetdpt.store.atomic import write_csv
 from hetdpt.surgery.remove import place_
 
 run = test_cli.run  # the fixture

@@ -19,7 +19,7 @@ from hetdpt.report.frontier import CHOICE, COLUMNS, draw, summary, values_of
 from hetdpt.results import Price, Prices, Split
 from hetdpt.selection.predictor.allocate import Allocation, allocate, frontier
 from hetdpt.selection.predictor.polynomial import Predictor, fit_predictor
-from hetdpt.store.csv_file import write_csv
+from hetdpt.store.atomic import write_csv
 
 REFERENCE = json.loads((Path(__file__).parents[1] / "benchmarks" / "reference" / "reference.json").read_text())
 ROWS = REFERENCE["map_listing_16"]["rows"]

@@ -17,7 +17,7 @@ import pytest
 
 import hetdpt.cli.live
 from hetdpt.cli.live import Pace, live
-from hetdpt.flow.stages.events import Event
+from hetdpt.flow.stages.stage import Event
 
 LONG = "sample [bold]2+1[/bold]: 96.10 % " + "and so on " * 6  # longer than the terminal is wide
 START = f"""
@@ -25,7 +25,7 @@ import signal, sys, time
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell lets what it runs in the background ignore Ctrl-C
 from contextlib import contextmanager
 from hetdpt.cli.live import live
-from hetdpt.flow.stages.events import Event
+from hetdpt.flow.stages.stage import Event
 @contextmanager
 def watching(*words):
     global watch

@@ -25,7 +25,7 @@ from hetdpt.flow.comparison.compare import CompareConfig, compare_into
 from hetdpt.flow.config import RunConfig
 from hetdpt.flow.execution import Execution
 from hetdpt.flow.resumable import recover_into, select_into
-from hetdpt.flow.stages.events import Event
+from hetdpt.flow.stages.stage import Event
 from hetdpt.selection.predictor.samples import CollectConfig
 from hetdpt.selection.select import SelectConfig
 from hetdpt.store.stage_directory import read_stages

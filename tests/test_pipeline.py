@@ -30,7 +30,7 @@ from hetdpt.core.tokens import read_tokens
 from hetdpt.data.sources import open_data
 from hetdpt.flow.config import RunConfig
 from hetdpt.flow.pipeline import done_before
-from hetdpt.flow.stages.events import Event
+from hetdpt.flow.stages.stage import Event
 from hetdpt.flow.stages.width import choose
 from hetdpt.measurement.costs import Costs
 from hetdpt.report.commands import further

@@ -18,7 +18,7 @@ from hetdpt.core.plan import KINDS, Kind, Measurement, Site
 from hetdpt.core.styles import STYLES
 from hetdpt.measurement.costs import Costs
 from hetdpt.report.scan import COLUMNS, LOOKS, csv_rows, draw
-from hetdpt.store.csv_file import write_csv
+from hetdpt.store.atomic import write_csv
 from hetdpt.studies.scan import ScanRow, ScanTable
 
 SHOWN = {"attention": ("skip", "norm", "constant", "position", "linear"), "activation": ("identity", "calibrated")}

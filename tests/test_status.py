@@ -234,7 +234,7 @@ def test_it_needs_no_torch(tmp_path: Path) -> None:
     code = f"""
 import sys
 from pathlib import Path
-from hetdpt.cli.status import StatusOptions, status
+from hetdpt.cli.report import StatusOptions, status
 status(StatusOptions(run=Path({str(directory)!r}), as_json=True))
 assert not {{"torch", "timm", "numpy", "scipy", "matplotlib"}} & sys.modules.keys()
 """

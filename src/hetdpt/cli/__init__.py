@@ -15,7 +15,6 @@ import click
 from hetdpt.cli import (
     collect,
     compare,
-    demo,
     explain,
     models,
     observe,
@@ -25,7 +24,6 @@ from hetdpt.cli import (
     run,
     scan,
     select,
-    status,
     tasks,
     tokens,
     training,
@@ -48,8 +46,8 @@ app = Commands(
     {
         "Start here": {
             "run": run.run,
-            "demo": demo.demo,
-            "status": status.status,
+            "demo": run.demo,
+            "status": report.status,
             "report": report.report,
         },
         "Look at a model": {
@@ -124,7 +122,6 @@ def main() -> None:
 
 
 def _refuse(text: str) -> None:
-    """Print an error in one line, and end with exit code 2."""
     rank = os.environ.get("RANK", "0")
     place = "" if rank == "0" else f" in process {rank}"
     click.echo(f"error{place}: {one_line(text)}", err=True)

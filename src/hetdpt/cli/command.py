@@ -129,8 +129,6 @@ def style(text: str) -> Any:
 
 
 def _goal(goal: Goal) -> Any:
-    """Return what reads an amount of a goal."""
-
     def amount(text: str) -> Any:
         found = goal.parse(text, f"--{goal.name}")
         return str(found) if found.is_share else found.value

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
     from rich.text import Text
 
-    from hetdpt.flow.stages.events import Event
+    from hetdpt.flow.stages.stage import Event
     from hetdpt.training.trainer import Progress
 
 EVERY = 30.0  # seconds between two lines of progress

@@ -73,7 +73,6 @@ def _short(value: float | None) -> str:
 
 
 def _print(found: Observations, removal: Removal) -> None:
-    """Print a table of the blocks, and a sentence for each observation."""
     from hetdpt.core.format import removal_text
 
     after = f"{found.epochs} epoch{'s' * (found.epochs > 1)}"

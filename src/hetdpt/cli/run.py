@@ -1,7 +1,8 @@
-"""The command run: from a dense model to a faster one, with a report."""
+"""The commands run and demo: from a dense model to a faster one, with a report."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -132,7 +133,6 @@ def do(config: RunConfig, output: OutputOptions, redo: str | None = None, until:
 
 
 def _print(found: RunSummary, out: Path) -> None:
-    """Print a table of the dense model, the pruned one and those of other methods, and where the files are."""
     from hetdpt.flow.stages.outcome import SAVED
     from hetdpt.report.commands import further
     from hetdpt.report.headline import title
@@ -162,8 +162,6 @@ def _print(found: RunSummary, out: Path) -> None:
 
 
 def _table(found: RunSummary, record: RunRecord) -> Any:
-    """Return the table of all models."""
-
     rows = table("results", "", "accuracy", "params", "MACs", "of a batch", "speedup")
     models: list[tuple[Any, ...]] = [
         ("dense", found.dense_accuracy, found.dense_params, found.dense_macs, found.dense_ms, 1.0)
@@ -203,3 +201,26 @@ def _print_estimate(found: Estimate, config: RunConfig) -> None:
     click.echo(f"about {duration(found.seconds)} on {found.processor} ({found.device}, {found.threads} threads){guess}")
     click.echo(f"memory {found.memory / 2**30:.1f} GiB at most ({found.memory_of}); disk {found.disk / 2**20:.0f} MiB")
     click.echo(f"nothing was written; without --dry-run the run directory is {config.out}")
+
+
+class DemoOptions(OutputOptions):
+    out: Path = Path("runs/demo")
+    """Run directory; the same command resumes an interrupted run."""
+    retrain: bool = False
+    """Train the dense model again first, which takes minutes."""
+    redo: str | None = None
+    """Repeat this stage and all that follow it."""
+
+
+def demo(options: DemoOptions) -> None:
+    """Make the model that comes with hetdpt faster, compare methods, write a report; minutes on a CPU."""
+    from hetdpt.flow.demo import demo_config, train_model
+
+    out = options.out
+    config = demo_config(out)
+    if options.retrain:
+        dense = out.with_name(f"{out.name}-dense")
+        with options.live() as display:
+            train_model(dense, progress=display.step)
+        config = replace(config, model=str(dense))
+    do(config, options, options.redo)

@@ -55,8 +55,7 @@ def scan(options: ScanOptions) -> None:
 
 def _write(found: ScanTable, out: Path, overwrite: bool) -> None:
     from hetdpt.report.scan import COLUMNS, csv_rows, draw
-    from hetdpt.store.atomic import new_directory
-    from hetdpt.store.csv_file import write_csv
+    from hetdpt.store.atomic import new_directory, write_csv
 
     with new_directory(out, SCAN, overwrite) as scratch:
         (scratch / SCAN).write_text(found.to_json() + "\n", encoding="utf-8")

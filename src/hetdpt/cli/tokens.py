@@ -96,7 +96,6 @@ def tokens(options: TokensOptions) -> None:
 def _measure(
     options: TokensOptions, models: dict[str, nn.Module], data: Data | None, config: TokensConfig, display: Display
 ) -> list[dict[str, Any]]:
-    """Return the rows of the table, as plain values."""
     from hetdpt.studies.tokens import RESULTS, measure_tokens, tokens_into
 
     place = options.execution(display)

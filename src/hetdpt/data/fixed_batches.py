@@ -77,7 +77,6 @@ class ImageBatches:
             yield rest
 
     def _readable(self) -> Iterator[Tensor]:
-        """Yield the readable images of each batch."""
         skip, left = self._skip, self.count
         for batch in self._batches:
             images = batch.images[batch.targets != NOTHING]

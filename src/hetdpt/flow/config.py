@@ -338,7 +338,6 @@ class RunConfig(GoalFields):
 
 
 def _settings_of(name: str) -> dict[str, Any]:
-    """Return the settings of the recipe of that name, by name."""
     row = recipe_called(name)
     parts = {"collection": asdict(row.collection), "search": asdict(row.search), "recovery": asdict(row.config)}
     return _by_name({**parts, "removal": row.removal, "candidates": row.candidates, "explores": row.explores})

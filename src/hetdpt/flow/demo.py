@@ -93,7 +93,6 @@ def train_model(
 
 @contextmanager
 def _threads(count: int) -> Iterator[None]:
-    """Let torch compute with so many threads for a block of code."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:

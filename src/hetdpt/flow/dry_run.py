@@ -99,7 +99,6 @@ def estimate(
 
 
 def _memory(device: torch.device) -> dict[str, Any]:
-    """Return how many bytes were in use at most, and by whom."""
     if device.type == "cuda":
         return {"memory": torch.cuda.max_memory_allocated(device), "memory_of": "tensors on the GPU"}
     whose = "this process with its libraries; processes that read images need more"

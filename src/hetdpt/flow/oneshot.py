@@ -163,7 +163,6 @@ class _OneShotRemoval:
             raise
 
     def part(self, text: str) -> Callable[[int, int], None] | None:
-        """Return the function that reports the progress of one part of the work."""
         return partial(self.progress, text) if self.progress else None
 
     @property
@@ -175,7 +174,6 @@ class _OneShotRemoval:
         return sum(choice.gain for choice in self.choices)
 
     def choose(self) -> None:
-        """Choose layers until the goal is reached."""
         self._keep()
         for choice in choose(
             self.model,

@@ -35,10 +35,9 @@ from hetdpt.export.saved import open_model
 from hetdpt.flow.collection.collect import read_samples
 from hetdpt.flow.config import RunConfig
 from hetdpt.flow.stages.budget import AllocateStage, AnalyseStage, CollectStage, FitStage
-from hetdpt.flow.stages.events import Event
 from hetdpt.flow.stages.layers import MergeStage, RecoverStage, ReduceStage, SelectStage
 from hetdpt.flow.stages.outcome import CompareStage, MeasureStage, ReportStage, SaveStage
-from hetdpt.flow.stages.stage import RunContext, Stage, complete, identities
+from hetdpt.flow.stages.stage import Event, RunContext, Stage, complete, identities
 from hetdpt.flow.stages.width import BalanceStage, NarrowStage
 from hetdpt.results import RunSummary
 from hetdpt.store.stage_directory import Asked, held, is_as_before
@@ -99,7 +98,6 @@ def run(
 
 
 def _flow(config: RunConfig, redo: str | None, until: str | None) -> tuple[Stage[Any], ...]:
-    """Return the stages of a run; ``PlanError`` if ``redo`` or ``until`` name none of them."""
     flow = stages_of(config)
     names = [stage.name for stage in flow]
     for name in (redo, until):

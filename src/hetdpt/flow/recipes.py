@@ -239,7 +239,6 @@ def dinov2_giant_cifar100() -> Recipe:
 
 
 def _imagenet(*, layers: int, model: str, plan: str | None, accuracy: str, hours: str) -> Recipe:
-    """Return the release's settings on ImageNet, with a search for so many layers."""
     config = RecoverConfig()
     return Recipe(
         config=config,

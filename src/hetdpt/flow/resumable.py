@@ -23,7 +23,7 @@ from hetdpt.export.saved import load, save
 from hetdpt.flow.execution import Execution, fitting_images
 from hetdpt.selection.importance import Picked
 from hetdpt.selection.select import SelectConfig, select
-from hetdpt.store.atomic import written
+from hetdpt.store.atomic import write_text
 from hetdpt.store.config_diff import flat
 from hetdpt.store.metrics import EPOCH
 from hetdpt.store.run_directory import Run
@@ -132,8 +132,7 @@ def select_into(
                 run.discard()
             raise
     if processes.is_main_process:
-        with written(file) as scratch:
-            scratch.write_text(f"{plan.to_json()}\n", encoding="utf-8")
+        write_text(file, f"{plan.to_json()}\n")
         run.discard()
     processes.wait_for_everyone()
     return plan
@@ -215,7 +214,6 @@ def models_to_save(epoch: Epoch) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _summary(epochs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the summary of a recovery: accuracies by name, time and speed."""
     end = epochs[-1]
     best = max((epoch["number"] for epoch in epochs if epoch["is_best"]), default=0)
     scores = {"scores": epochs[best]["scores"]} if "scores" in end else {}  # of ``best``

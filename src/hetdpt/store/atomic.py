@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import csv
 import hashlib
 import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -107,11 +108,24 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def write_text(file: Path, text: str) -> None:
+    """Write ``text``, whole or not at all."""
+    with written(file) as scratch:
+        scratch.write_text(text, encoding="utf-8")
+
+
+def write_csv(file: Path, columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> None:
+    """Write a line for each row, all or none; a cell is empty where a row has no value, or None."""
+    with written(file) as scratch, scratch.open("w", newline="", encoding="utf-8") as opened:
+        lines = csv.DictWriter(opened, columns)
+        lines.writeheader()
+        lines.writerows(rows)
+
+
 def write_json(file: Path, values: Any) -> None:
     """Write ``values`` as JSON, whole or not at all."""
     file.parent.mkdir(exist_ok=True)
-    with written(file) as scratch:
-        scratch.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+    write_text(file, json.dumps(values, indent=1) + "\n")
 
 
 def parse_json(text: str | bytes) -> Any:

@@ -118,7 +118,6 @@ def run_tasks(
 
 
 def _claim(directory: Path, ready: Iterable[Task[Subject, Result]]) -> tuple[Task[Subject, Result], Claim] | None:
-    """Return the first task that no other process works on, claimed for this one."""
     for task in ready:
         if claim := Claim.take(directory, task.key):
             return task, claim

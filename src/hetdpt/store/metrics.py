@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hetdpt.core.errors import FileError
-from hetdpt.store.atomic import parse_json, sealed, unsealed, written
+from hetdpt.store.atomic import parse_json, sealed, unsealed, write_text
 
 EPOCH = "epoch"
 METRICS, BOARD = "metrics.jsonl", "tensorboard"
@@ -46,7 +46,6 @@ class Metrics:
         return [line for line in self._lines() if line["kind"] == kind]
 
     def _require_next(self, number: int) -> None:
-        """Count an epoch; ``FileError`` if lines of earlier ones are missing."""
         if number != self._epochs:
             raise FileError(
                 f"{self.file} lacks epochs: after {self._epochs} of them number {number} follows; {self._way_out}"
@@ -61,8 +60,7 @@ class Metrics:
         lines = self._lines()
         is_later = [line["update"] > update or (line["update"], line["kind"]) == (update, kind) for line in lines]
         kept = lines[: is_later.index(True)] if any(is_later) else lines
-        with written(self.file) as scratch:
-            scratch.write_text("".join(json.dumps(sealed(line)) + "\n" for line in kept), encoding="utf-8")
+        write_text(self.file, "".join(json.dumps(sealed(line)) + "\n" for line in kept))
         self._is_trimmed, self._epochs = True, sum(line["kind"] == EPOCH for line in kept)
 
     def _lines(self) -> list[dict[str, Any]]:

@@ -240,7 +240,6 @@ def _file(directory: Path, name: str, generation: int) -> Path:
 
 
 def _generations(directory: Path, name: str) -> list[int]:
-    """Return the existing generations of a claim, the newest last."""
     files = os.listdir(directory) if directory.is_dir() else []
     matches = [re.fullmatch(rf"{name}\.(\d{{8}})\.claim", file) for file in files]
     return sorted(int(match[1]) for match in matches if match)

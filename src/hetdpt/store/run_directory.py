@@ -18,7 +18,7 @@ from typing import Any
 from uuid import uuid4
 
 from hetdpt.core.errors import FileError
-from hetdpt.store.atomic import find_sealed_json, flush, require_new, write_sealed_json, written
+from hetdpt.store.atomic import find_sealed_json, flush, require_new, write_json, write_sealed_json
 from hetdpt.store.checkpoints import CHECKPOINTS, Checkpoints
 from hetdpt.store.config_diff import first_difference, read_json
 from hetdpt.store.lock import alone
@@ -59,18 +59,14 @@ class Run:
             _make(directory)
         if is_first:
             with run.alone():
-                run._begin(asked)
+                if not run.is_begun:
+                    write_json(file, asked)
         _require_same(file, asked)
         return run
 
     def alone(self) -> AbstractContextManager[None]:
         """Lock the directory for this process; a kill releases it."""
         return alone(self.directory)
-
-    def _begin(self, asked: dict[str, Any]) -> None:
-        if not self.is_begun:
-            with written(self.directory / RUN) as scratch:
-                scratch.write_text(json.dumps(asked, indent=1) + "\n", encoding="utf-8")
 
     @property
     def is_begun(self) -> bool:

@@ -195,7 +195,6 @@ for _side in (_Loader, _Dumper):
 
 
 def _plain(value: Any) -> Any:
-    """Return ``value`` in the words of a file."""
     if isinstance(value, dict):
         return {name: _plain(inner) for name, inner in value.items()}
     if isinstance(value, tuple):
@@ -204,7 +203,6 @@ def _plain(value: Any) -> Any:
 
 
 def _why(error: Exception) -> str:
-    """Return what is wrong in a file, and where."""
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         return f"{error.problem} in line {error.problem_mark.line + 1}"
     return first_line(error)

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from hetdpt.core.errors import FileError, first_line
-from hetdpt.store.atomic import find_sealed_json, parse_json, require_new, sha256, write_sealed_json, written
+from hetdpt.store.atomic import find_sealed_json, parse_json, require_new, sha256, write_sealed_json, write_text
 from hetdpt.store.config_diff import first_difference, read_json
 from hetdpt.store.lock import alone
 
@@ -222,8 +222,7 @@ def is_as_before(run: Path, name: str, asked: Asked) -> bool:
 def _write(file: Path, text: str) -> None:
     """Write ``text`` atomically, unless it is there already."""
     if not file.is_file() or file.read_text(encoding="utf-8") != text:
-        with written(file) as scratch:
-            scratch.write_text(text, encoding="utf-8")
+        write_text(file, text)
 
 
 def _make(run: Path) -> None:
@@ -276,7 +275,6 @@ def _undo(run: Path, name: str) -> None:
 
 
 def _files(folder: Path) -> list[str]:
-    """Return the names of what a stage wrote to the run directory; none if its record is damaged."""
     try:
         return [*StageRecord.read(folder).files]
     except FileError:
@@ -298,8 +296,7 @@ class Clock:
             return
         self._last = time.monotonic()
         values = {"text": text, "done": done, "total": total, "time": time.time(), "seconds": self.seconds}
-        with written(self.record.directory / NOW) as scratch:
-            scratch.write_text(json.dumps(values), encoding="utf-8")
+        write_text(self.record.directory / NOW, json.dumps(values))
 
     def finish(self, result: dict[str, Any]) -> StageRecord:
         """Write the result of the stage, plain JSON."""

@@ -239,7 +239,6 @@ def _layers(model: nn.Module, found: Relevance, plan: Plan) -> tuple[Layer, ...]
 
 
 def _write(figure: Path, made: Explanation, seen: Any) -> None:
-    """Write figure and numbers, each whole or not at all; ``seen`` are the images to draw, (B, H, W, C)."""
     values, wholes = made.record(), [("whole model", made.found)]
     if made.pruned:
         wholes.append(("pruned model", made.pruned))

@@ -153,7 +153,6 @@ def _rows(
     workers: int,
     progress: Callable[[int, int], None] | None,
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the features (D,) and the label () of each image with these ``indices``, in their order."""
     if not indices:
         return
     heads, weight, done = heads_in(model), next(model.parameters()), len(source) - len(indices)

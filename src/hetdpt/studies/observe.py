@@ -33,8 +33,7 @@ from hetdpt.flow.execution import Execution, accuracies
 from hetdpt.measurement.accuracy import evaluate
 from hetdpt.report.observation import COLUMNS, csv_rows, draw
 from hetdpt.results import Asymmetry, Disparity, Observations
-from hetdpt.store.atomic import write_json, written
-from hetdpt.store.csv_file import write_csv
+from hetdpt.store.atomic import write_csv, write_json, written
 from hetdpt.store.jobs import Finished, Guard, Task, read_result
 from hetdpt.store.run_directory import share
 from hetdpt.studies.heterogeneity import accuracies_without, gradient_disparity
@@ -179,8 +178,6 @@ def _asked(model: nn.Module, data: Data, config: ObserveConfig, workers: int) ->
 
 @dataclass(frozen=True)
 class _ObserveJob:
-    """The tasks of one directory, and what they are done with."""
-
     directory: Path
     model: nn.Module
     data: Data
@@ -248,7 +245,6 @@ def _write_results(directory: Path) -> None:
     while (now := read_results(directory)) != found:
         found = now
         write_json(directory / RESULTS, found.to_dict())
-        with written(directory / TABLE) as scratch:
-            write_csv(scratch, COLUMNS, csv_rows(found))
+        write_csv(directory / TABLE, COLUMNS, csv_rows(found))
         with written(directory / FIGURE) as scratch:
             draw(found, scratch)

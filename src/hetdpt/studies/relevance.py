@@ -135,8 +135,6 @@ def explain(
 
 @dataclass(frozen=True)
 class _Part:
-    """The maps of a batch of images."""
-
     maps: list[Tensor]
     whole: Tensor | None
     rows: str

@@ -231,7 +231,6 @@ def scan(
 
 
 def _offered(model: nn.Module) -> list[Variant]:
-    """Return every site that is left, with every style that can remove it."""
     record = require_record(model)
     return [(handle.site, style) for handle in record.left for style in _styles(handle, record.plan)]
 

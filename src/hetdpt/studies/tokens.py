@@ -36,8 +36,7 @@ from hetdpt.measurement.speed import measure_throughput
 from hetdpt.reduce.tokens.reduce import reduce_tokens_
 from hetdpt.report.tokens import draw
 from hetdpt.results import Ratio
-from hetdpt.store.atomic import write_json, written
-from hetdpt.store.csv_file import write_csv
+from hetdpt.store.atomic import write_csv, write_json, written
 from hetdpt.store.jobs import Finished, Guard, Task
 from hetdpt.store.run_directory import share
 from hetdpt.surgery.record import InputSize, record_of, require_record, survey_of
@@ -339,7 +338,6 @@ def _asked(bench: Bench) -> dict[str, Any]:
 def _write(directory: Path, rows: list[TokensRow]) -> None:
     values = [row.to_dict() for row in rows]
     write_json(directory / RESULTS, {"points": values})
-    with written(directory / TABLE) as scratch:
-        write_csv(scratch, list(values[0]), values)
+    write_csv(directory / TABLE, list(values[0]), values)
     with written(directory / FIGURE) as scratch:
         draw(values, scratch)

@@ -45,8 +45,7 @@ from hetdpt.measurement.accuracy import BATCH, evaluate
 from hetdpt.measurement.costs import Costs
 from hetdpt.measurement.intervals import wilson_interval
 from hetdpt.results import Difference
-from hetdpt.store.atomic import write_json, written
-from hetdpt.store.csv_file import write_csv
+from hetdpt.store.atomic import write_csv, write_json
 from hetdpt.store.jobs import Finished, Guard, Task, read_result
 from hetdpt.store.run_directory import share
 from hetdpt.studies.features import Features, compute_features, heads_in, with_classifier_
@@ -295,8 +294,6 @@ def _asked(first: TransferCase, data: Data, config: TransferConfig) -> dict[str,
 
 @dataclass(frozen=True)
 class _TransferJob:
-    """The tasks of one directory, and what they are done with."""
-
     directory: Path
     data: Data
     config: TransferConfig
@@ -334,7 +331,6 @@ class _TransferJob:
         return model
 
     def _probe(self, case: TransferCase, title: str, model: nn.Module, guard: Guard) -> Transferred:
-        """Fit a probe to the features of the training images, and save the model with it as its head."""
         model = merge_(model)
         train, val = (self._features(case, title, split, model, guard) for split in ("train", "val"))
         values, labels = train.values[train.is_read].to(self._device), train.labels[train.is_read].to(self._device)
@@ -381,7 +377,6 @@ class _TransferJob:
         save(made, self.folder(case) / PROBED, overwrite=True)
 
     def _finetune(self, case: TransferCase, title: str, model: nn.Module, guard: Guard) -> Transferred:
-        """Train all weights with a fresh head, and measure the model of the last epoch."""
         heads, seed, execution = heads_in(model), self.config.seed, self.execution
         student, folder = with_head_(model, self.data.num_classes, heads, seed), self.folder(case) / TRAINING
         epochs = recover_into(
@@ -449,12 +444,10 @@ def _write(directory: Path, mode: str, cases: list[TransferCase]) -> None:
         found = now
         values = _rows(directory, cases, found)
         write_json(directory / RESULTS, {"mode": mode, "rows": values})
-        with written(directory / TABLE) as scratch:
-            write_csv(scratch, list(values[0]), values)
+        write_csv(directory / TABLE, list(values[0]), values)
 
 
 def _finished(directory: Path) -> dict[str, Transferred]:
-    """Return the results in ``directory``, by the name of their folder."""
     return {file.parent.name: read_result(file, Transferred) for file in (directory / MODELS).glob(f"*/{RESULT}")}
 
 

@@ -159,7 +159,6 @@ def _images_of(content: dict[str, list[Any]], file: Path, root: Path, name: str)
 
 
 def _content(file: Path) -> dict[str, list[Any]]:
-    """Return the content of an annotation file, which has at least the three lists of COCO's format."""
     try:
         content = parse_json(file.read_bytes())
     except OSError as error:
@@ -229,7 +228,6 @@ def _box(entry: dict[str, Any], file: Path) -> list[float]:
 
 
 def _area(entry: dict[str, Any], file: Path) -> float | None:
-    """Return the area in the file; None if there is none."""
     area = entry.get("area")
     number = _number(area)
     if area is not None and number is None:

@@ -360,7 +360,6 @@ def _scores(width: int, classes: int) -> nn.Linear:
 
 
 def _boxes(width: int) -> DeformableDetrMLPPredictionHead:
-    """Return a head for boxes that changes no box before training."""
     head = DeformableDetrMLPPredictionHead(width, width, 4, 3)
     for parameter in head.layers[-1].parameters():
         nn.init.zeros_(parameter)

@@ -210,7 +210,6 @@ def _view(model: TaskModel, *, is_training: bool) -> AnnotatedView:
 
 
 def _before_last(epochs: int) -> float:
-    """Return the number of epochs before the last one, at least 1."""
     return float(max(1, epochs - 1))
 
 

@@ -211,7 +211,6 @@ def _drawn() -> dict[str, AnnotatedSource]:
 
 
 def _in_folder(folder: Path, splits: tuple[str, ...]) -> dict[str, AnnotatedSource]:
-    """Return the splits of a folder; ``DataError`` if one of ``splits`` is missing."""
     if not folder.is_dir():
         raise DataError(f"there is no folder {folder}; data is a folder of images and masks, or {shapes.NAME}")
     places = {split: place for split in SPLITS if (place := _place(folder, split))}
@@ -235,8 +234,6 @@ def _in_folder(folder: Path, splits: tuple[str, ...]) -> dict[str, AnnotatedSour
 
 @dataclass(frozen=True)
 class _Place:
-    """Where the images and masks of a split are."""
-
     images: Path
     masks: Path
     first: int
@@ -269,7 +266,6 @@ class _Place:
 
 
 def _place(folder: Path, split: str) -> _Place | None:
-    """Return where the images and masks of a split are; None if there are none."""
     inside = [(f"{name}/", "") for name in SPLITS[split]]
     below = [("", f"/{name}") for name in SPLITS[split]]
     for before, after in (*inside, *below, ("", "")):

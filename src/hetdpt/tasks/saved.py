@@ -70,7 +70,6 @@ def load_task(directory: str | Path) -> TaskModel:
 
 
 def _own(model: TaskModel) -> dict[str, Tensor]:
-    """Return the tensors of ``model`` without those of the model in its backbone."""
     return {name: tensor for name, tensor in model.state_dict().items() if not name.startswith(_OF_BACKBONE)}
 
 

@@ -27,7 +27,7 @@ from hetdpt.results import PRICES_FILE, Prices
 from hetdpt.selection.predictor.pricing import measure_prices
 from hetdpt.selection.predictor.rows import SAMPLES_FILE, write_rows
 from hetdpt.selection.predictor.samples import CHAINS, CollectConfig, EntropyPick, SampleStep, fine_tune, prune_next
-from hetdpt.store.atomic import find_sealed_json, sealed, written
+from hetdpt.store.atomic import find_sealed_json, sealed, write_text
 from hetdpt.store.checkpoints import CHECKPOINTS
 from hetdpt.store.jobs import Finished, Guard, Task, read_result
 from hetdpt.surgery.merge import merge_
@@ -77,14 +77,12 @@ class CollectionJob:
         )
 
     def _take_dense(self, node: SampleNode, title: str, guard: Guard) -> SampleStep:
-        """Save the prices of the layers and the dense model, and return its accuracy."""
         begun, execution = time.monotonic(), self.execution
         self._clear(self.directory, f".{DENSE}.*")
         prices = self.prices or measure_prices(
             self.model, removal=self.config.removal, batch=execution.batch, progress=execution.progress
         )
-        with written(self.directory / PRICES_FILE) as scratch:
-            scratch.write_text(prices.to_json() + "\n", encoding="utf-8")
+        write_text(self.directory / PRICES_FILE, prices.to_json() + "\n")
         if not (self.directory / DENSE / RECIPE).is_file():
             save(deepcopy(self.model).cpu(), self.directory / DENSE)
         progress = execution.stage(f"{title}, evaluating")
@@ -92,7 +90,6 @@ class CollectionJob:
         return SampleStep(node.kinds, (), accuracy, accuracy, time.monotonic() - begun)
 
     def _take(self, node: SampleNode, title: str, guard: Guard) -> SampleStep:
-        """Remove layers, fine-tune, and keep the model for the steps after it."""
         begun = time.monotonic()
         self._clear(self._folder(node), ".*")
         picks = self._prune(node, title)
@@ -128,7 +125,6 @@ class CollectionJob:
         return tuple(EntropyPick(Site(**pick["site"]), pick["te"]) for pick in found["picks"])
 
     def _fine_tune(self, node: SampleNode, title: str, guard: Guard) -> tuple[nn.Module, tuple[float, ...]]:
-        """Train the model that ``node`` starts with, and return it with its accuracies."""
         folder, execution = self._folder(node), self.execution
         student = load(folder / START).to(self._device)
         epochs = fine_tune(
@@ -167,7 +163,6 @@ class CollectionJob:
         return self.execution.images(self.model, self.data, self.config.images, self.config.recovery.training.seed)
 
     def _model_after(self, key: str | None) -> nn.Module:
-        """Return the model that the step ``key`` ended with."""
         if key in (None, DENSE):
             return self.model
         model, node = self._folder(self.tree[key]) / LAST, self.tree[key]

@@ -44,8 +44,7 @@ from hetdpt.selection.predictor.pricing import split_layers
 from hetdpt.selection.predictor.rows import plain_rows
 from hetdpt.selection.predictor.samples import CollectConfig
 from hetdpt.selection.select import SelectConfig
-from hetdpt.store.atomic import parse_json, write_json, written
-from hetdpt.store.csv_file import write_csv
+from hetdpt.store.atomic import parse_json, write_csv, write_json, written
 from hetdpt.store.run_directory import share
 from hetdpt.surgery.remove import place_, ready, removable
 from hetdpt.training.recover import RecoverConfig
@@ -159,19 +158,16 @@ def read_comparison(directory: Path) -> MethodComparison:
 
 def _write(directory: Path, found: MethodComparison) -> None:
     write_json(directory / RESULTS, found.to_dict())
-    with written(directory / TABLE) as scratch:
-        write_csv(scratch, COLUMNS, csv_rows(found))
+    write_csv(directory / TABLE, COLUMNS, csv_rows(found))
     with written(directory / FIGURE) as scratch:
         draw(found, scratch)
 
 
 def _is_split(method: str) -> bool:
-    """Whether the predictor splits the budget of ``method``."""
     return method_called(method).split == "map"
 
 
 def _most(method: str, offered: Budget) -> int:
-    """Return how many layers ``method`` can remove."""
     counts = asdict(offered)
     only = method_called(method).only
     return counts[only] if only else sum(counts.values())
@@ -211,7 +207,6 @@ def _missing(config: CompareConfig, offered: Budget) -> Iterator[str]:
 
 
 def _compared(job: ComparisonJob, notes: Sequence[str]) -> MethodComparison:
-    """Return the results of all that is finished in the directory, those of earlier calls included."""
     dense, timed = job.trained(None), job.timed()
     assert dense is not None
     assert timed is not None

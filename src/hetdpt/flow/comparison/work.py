@@ -173,7 +173,6 @@ class ComparisonJob:
         return [chosen for chosen in found if chosen]
 
     def _has_all(self, timed: Timed) -> bool:
-        """Whether the models of all cells were timed."""
         wanted = (self.chosen(cell) for cell in self.cells)
         return all(one and plan_key(one.plan) in timed.plans for one in wanted)
 
@@ -276,7 +275,6 @@ class ComparisonJob:
         return Timed(measured, speed.value, costs.macs, costs.params, found)
 
     def _tidy(self) -> None:
-        """Remove the models and checkpoints of finished tasks."""
         for cell in self.cells:
             if self._plan_file(cell).is_file():
                 shutil.rmtree(self.directory / SEARCHES / cell.key, ignore_errors=True)

@@ -172,7 +172,6 @@ class CompareStage(Stage[CompareResult]):
 
 
 def _why_not(name: str, layers: int, context: RunContext) -> str:
-    """Return why a method cannot remove so many layers; empty if it can."""
     method = method_called(name)
     count = len([site for site in context.of(AnalyseResult).sites if method.only in (None, site.kind)])
     if count < layers:

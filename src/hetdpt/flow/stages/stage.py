@@ -1,4 +1,4 @@
-"""What a stage of a run is, what it is given, and how it runs once and not again."""
+"""What a stage of a run is, what it is given, the events it reports, and how it runs once and not again."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
 
 import torch
 from torch import nn
@@ -20,7 +20,6 @@ from hetdpt.core.modules import find_device
 from hetdpt.data.sources import Data
 from hetdpt.flow.config import RunConfig
 from hetdpt.flow.execution import Execution
-from hetdpt.flow.stages.events import Event
 from hetdpt.results import from_json, to_json
 from hetdpt.selection.predictor.polynomial import Row
 from hetdpt.selection.predictor.rows import plain_rows
@@ -33,6 +32,29 @@ if TYPE_CHECKING:
 MODEL, DATA, SAMPLES = GIVEN = "model", "data", "samples"  # inputs that are not stages
 EVERY_STAGE = "every stage"  # before it, as inputs
 R = TypeVar("R")
+
+
+@dataclass(frozen=True)
+class Event:
+    """One thing that happened in a run.
+
+    The first event of a run has no ``stage``, is a ``begin``, and its ``text`` names all stages, separated by commas.
+    """
+
+    stage: str
+    """Name of the stage."""
+    kind: Literal["begin", "skip", "progress", "note", "done"]
+    """Whether the stage begins, is skipped as its result is there, makes progress, has a line to show, or is done."""
+    text: str = ""
+    """The step that is running, or the line to show."""
+    done: int = 0
+    """Steps of ``text`` that are done."""
+    total: int = 0
+    """Steps of ``text`` in all; 0 if not known."""
+    best: float | None = None
+    """The best accuracy so far in percent, if there is one."""
+    seconds: float = 0.0
+    """Time spent on the stage, once it is done."""
 
 
 @dataclass(frozen=True)
@@ -188,7 +210,6 @@ def complete(stage: Stage[Any], context: RunContext) -> None:
 
 
 def _run(stage: Stage[Any], context: RunContext, record: StageRecord) -> None:
-    """Run a stage and write its result, telling its progress meanwhile."""
     clock = Clock(record)
 
     def tell(event: Event) -> None:

@@ -66,7 +66,6 @@ def summarise(context: RunContext) -> RunSummary:
 
 
 def _goal(context: RunContext) -> GoalResult:
-    """Return whether the goal is met, by what was measured and counted."""
     measured, config = context.of(MeasureResult), context.config
     wanted = config.with_numbers(context.of(AnalyseResult).prices.dense).wanted
     reached = Measures(

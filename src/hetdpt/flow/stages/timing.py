@@ -189,7 +189,6 @@ class Trials:
         return passes * self.evaluation
 
     def _kinds(self, method: Method, layers: int) -> tuple[Kind | None, ...]:
-        """Return the kind of each removed layer; a budget that the predictor will split is cut in half."""
         if not layers:
             return ()
         if method.split != "map":
@@ -407,7 +406,6 @@ class _StoppedTraining:
 
 
 def _bytes_in(value: Any) -> int:
-    """Return how much the tensors in a state take."""
     if isinstance(value, Tensor):
         return value.nbytes
     if isinstance(value, dict):
