@@ -17,7 +17,7 @@ from pydantic import TypeAdapter, ValidationError
 from hetdpt.core.errors import FileError, HetDPTError, PredictError, first_line
 from hetdpt.core.format import amount, counted, estimate, fewer_tokens, machine, percent, split_text, times, widths
 from hetdpt.core.goals import Measures
-from hetdpt.core.plan import KINDS, Budget, Kind, Plan, Site
+from hetdpt.core.plan import KINDS, Budget, Kind, Plan, Removal, Site
 from hetdpt.core.tokens import Tokens
 from hetdpt.store.atomic import CHECKSUM, parse_json, sealed
 from hetdpt.store.stage_directory import OLDER, SUMMARY
@@ -696,8 +696,6 @@ class RunSummary:
 # Studies
 
 
-Removal = str | tuple[str, str]
-"""A name from ``styles.PRESETS`` or (attention style, activation style)."""
 DERIVED = ("splits", "accuracy", "spread")  # of a summary, in JSON for those who read it
 
 

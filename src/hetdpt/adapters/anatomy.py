@@ -7,6 +7,7 @@ model, and no family is known by name.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from torch import nn
@@ -24,8 +25,8 @@ from hetdpt.core.plan import Anatomy, Kind, Site
 class Layout:
     """The layout of a branch's values at some place: their shape without the images, and which axis has the channels.
 
-    >>> Layout((196, 192), 1).vector, Layout((64, 14, 14), 0).vector
-    ((1, 192), (64, 1, 1))
+    >>> Layout((196, 192), 1).width, Layout((64, 14, 14), 0).with_width(32).shape
+    (192, (32, 14, 14))
     """
 
     shape: tuple[int, ...]
@@ -35,10 +36,8 @@ class Layout:
     def width(self) -> int:
         return self.shape[self.axis]
 
-    @property
-    def vector(self) -> tuple[int, ...]:
-        """The shape of one value per channel that broadcasts to every position."""
-        return tuple(side if axis == self.axis else 1 for axis, side in enumerate(self.shape))
+    def with_width(self, width: int) -> Layout:
+        return replace(self, shape=tuple(width if axis == self.axis else side for axis, side in enumerate(self.shape)))
 
 
 @dataclass(frozen=True)
@@ -101,13 +100,24 @@ class Survey:
             return self.anatomy
         return replace(self.anatomy, width=last.parts.core_layout.shape[-1])
 
+    def with_layouts(self, change: Callable[[str, Layout], Layout]) -> Survey:
+        """Return the survey with changed layouts; ``change`` gets the path of a module and the layout of its output."""
+
+        def changed(parts: Parts) -> Parts:
+            core, gate = change(parts.core, parts.core_layout), change(parts.gate, parts.gate_layout)
+            return replace(parts, core_layout=core, gate_layout=gate)
+
+        return replace(
+            self, handles=tuple(replace(one, parts=one.parts and changed(one.parts)) for one in self.handles)
+        )
+
 
 class RefusedError(Exception):
     """Why one branch is not a site."""
 
 
 def survey(model: nn.Module, input_size: tuple[int, int, int]) -> Survey:
-    """Return the sites of ``model`` in order of execution; ``ModelError`` if there is none."""
+    """Return the sites of ``model`` in order of execution; ``ModelError`` if it has none."""
     reading = Reading(model, _traced(model, input_size))
     handles: list[Handle] = []
     refusals: list[str] = []

@@ -15,9 +15,9 @@ from hetdpt.core.format import percent
 from hetdpt.core.plan import KINDS, Kind
 
 if TYPE_CHECKING:
+    from hetdpt.core.plan import Removal
     from hetdpt.results import Observations
     from hetdpt.studies.observe import Observed
-    from hetdpt.surgery.record import Removal
 
 
 class ObserveOptions(ModelOptions, DataOptions, TrainingOptions, WorkOptions, OutputOptions):

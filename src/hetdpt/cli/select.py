@@ -26,8 +26,8 @@ from hetdpt.selection.methods import method_called
 if TYPE_CHECKING:
     from torch import nn
 
+    from hetdpt.core.plan import Removal
     from hetdpt.selection.importance import Picked
-    from hetdpt.surgery.record import Removal
 
 
 class SearchOptions(Options):

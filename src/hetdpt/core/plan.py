@@ -18,6 +18,8 @@ from hetdpt.core.styles import PRESETS, STYLES, Style, styles_for
 
 Kind = Literal["attention", "activation"]
 KINDS: tuple[Kind, Kind] = ("attention", "activation")
+Removal = str | tuple[str, str]
+"""A name from ``PRESETS``, or an explicit (attention style, activation style)."""
 
 
 @dataclass(frozen=True)
@@ -121,8 +123,7 @@ class Plan:
 
     attention: tuple[int, ...] = ()
     activation: tuple[int, ...] = ()
-    removal: str | tuple[str, str] = "plain"
-    """A name from ``PRESETS`` or an explicit (attention style, activation style)."""
+    removal: Removal = "plain"
     anatomy: Anatomy | None = None
     """The model it was made for; None fits any model that has these sites."""
     fits: tuple[Fit, ...] = field(default=(), compare=False)
@@ -239,7 +240,7 @@ def _blocks(kind: str, blocks: Any) -> tuple[int, ...]:
     return tuple(sorted(int(block) for block in blocks))
 
 
-def _removal(removal: object) -> str | tuple[str, str]:
+def _removal(removal: object) -> Removal:
     if isinstance(removal, str) and removal in PRESETS:
         return removal
     if isinstance(removal, tuple) and len(removal) == 2:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from hetdpt.core.errors import PlanError, PredictError, TrainError
 from hetdpt.core.goals import BOUNDS, GOALS, GoalFields, Wanted, require_pruning
-from hetdpt.core.plan import Plan
+from hetdpt.core.plan import Plan, Removal
 from hetdpt.core.styles import STYLES
 from hetdpt.core.tokens import read_tokens
 from hetdpt.data.table import DEMO
@@ -27,7 +27,6 @@ from hetdpt.selection.methods import METHODS, method_called
 from hetdpt.selection.predictor.samples import CollectConfig
 from hetdpt.selection.select import SelectConfig
 from hetdpt.store.settings import checked, made, read_settings, setting_types, spelled, write_yaml
-from hetdpt.surgery.record import Removal
 from hetdpt.training.recover import RecoverConfig
 
 RECIPE = "recipe"  # the key of a file that names the recipe

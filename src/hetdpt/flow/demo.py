@@ -13,6 +13,7 @@ from torch import nn
 
 from hetdpt.adapters.models import Base, build
 from hetdpt.adapters.preprocessing import PREPROCESSING, Preprocessing
+from hetdpt.core.progress import StageProgress
 from hetdpt.core.randomness import seeded
 from hetdpt.data.augmentation import Augmentation
 from hetdpt.data.sources import open_data
@@ -20,7 +21,6 @@ from hetdpt.data.subset import hold_out
 from hetdpt.export.saved import DEMO, save
 from hetdpt.flow.config import RunConfig
 from hetdpt.flow.recipes import quick
-from hetdpt.selection.select import StageProgress
 from hetdpt.training.config import TrainConfig
 from hetdpt.training.objective import Distillation
 from hetdpt.training.recover import RecoverConfig, recover

@@ -14,6 +14,7 @@ from torch import nn
 
 from hetdpt.core.errors import TrainError
 from hetdpt.core.host import peak_memory
+from hetdpt.core.progress import StageProgress
 from hetdpt.data.sources import Data
 from hetdpt.flow.config import RunConfig
 from hetdpt.flow.pipeline import stages_of
@@ -21,7 +22,6 @@ from hetdpt.flow.stages.stage import StageEstimate
 from hetdpt.flow.stages.timing import Trials
 from hetdpt.measurement.speed import machine_of
 from hetdpt.results import Machine
-from hetdpt.selection.select import StageProgress
 from hetdpt.training.processes import start
 
 

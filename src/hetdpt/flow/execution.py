@@ -11,9 +11,9 @@ from torch import nn
 
 from hetdpt.adapters.preprocessing import preprocessing_of
 from hetdpt.core.errors import DataError, TrainError
+from hetdpt.core.progress import StageProgress
 from hetdpt.data.fixed_batches import ImageBatches
 from hetdpt.data.sources import Data
-from hetdpt.selection.select import StageProgress
 from hetdpt.store.checkpoints import CHECKPOINTS, Checkpoints
 from hetdpt.store.jobs import Finished, Guard, Result, Subject, Task, run_tasks
 from hetdpt.store.metrics import EPOCH, METRICS, Metrics

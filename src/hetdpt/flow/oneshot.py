@@ -21,13 +21,13 @@ from torch import Tensor, nn
 from hetdpt.core.errors import PlanError
 from hetdpt.core.modules import bytes_of, checked, clone, digest, require_more_than_once
 from hetdpt.core.plan import KINDS, Plan
+from hetdpt.core.progress import StageProgress
 from hetdpt.export.saved import RECIPE, save
 from hetdpt.measurement.agreement import Damage, measure_damage
 from hetdpt.measurement.costs import Costs
 from hetdpt.measurement.speed import ThroughputComparison, measure_throughput
 from hetdpt.selection.damage import GreedyChoice, choose
 from hetdpt.selection.goal import OneShotConfig, RemovalTarget
-from hetdpt.selection.select import StageProgress
 from hetdpt.store.atomic import require_new
 from hetdpt.store.run_directory import Run
 from hetdpt.surgery.calibrate import calibrate_

@@ -15,6 +15,7 @@ from hetdpt.adapters.preprocessing import preprocessing_of
 from hetdpt.core.errors import DataError
 from hetdpt.core.modules import evaluating, memory_advice
 from hetdpt.core.processes import gather_lists, process_count, rank, sum_over_processes
+from hetdpt.core.progress import StepProgress
 from hetdpt.data.batches import EvaluationBatches
 from hetdpt.data.sources import Data, check_classes, open_data
 from hetdpt.data.subset import subset
@@ -42,7 +43,7 @@ def scores_of(sums: Tensor, unreadable: tuple[str, ...] = ()) -> Scores:
 def measure_accuracy(
     model: nn.Module,
     batches: EvaluationBatches,
-    progress: Callable[[int, int], None] | None = None,
+    progress: StepProgress | None = None,
     each: Each | None = None,
 ) -> Scores:
     """Return the scores of ``model`` on all images of ``batches``, summed over all processes.
@@ -78,7 +79,7 @@ def evaluate(
     per_class: int | None = None,
     batch_size: int = BATCH,
     workers: int = 0,
-    progress: Callable[[int, int], None] | None = None,
+    progress: StepProgress | None = None,
     each: Each | None = None,
 ) -> Scores:
     """Return the scores of ``model`` on the validation images of ``data``, prepared as the model wants them.

@@ -17,14 +17,13 @@ from hetdpt.adapters.models import input_size_of
 from hetdpt.core.errors import MeasureError
 from hetdpt.core.host import processor
 from hetdpt.core.modules import evaluating, random_images
-from hetdpt.core.plan import Measurement, Site
+from hetdpt.core.plan import Measurement, Removal, Site
+from hetdpt.core.progress import StepProgress
 from hetdpt.results import Machine, Ratio
 from hetdpt.surgery.merge import merge_
-from hetdpt.surgery.record import InputSize, Removal, survey_of
+from hetdpt.surgery.record import InputSize, survey_of
 from hetdpt.surgery.remove import ready, removable, without
 
-Progress = Callable[[int, int], None]
-"""Called with (steps done, total steps)."""
 MIN_ROUNDS = 5
 
 
@@ -72,7 +71,7 @@ def measure_throughput(
     runs: int = 100,
     warmup: int = 10,
     seconds: float | None = None,
-    progress: Progress | None = None,
+    progress: StepProgress | None = None,
 ) -> ThroughputComparison:
     """Return images per second of each model, and how much faster than the first the others are.
 
@@ -102,7 +101,7 @@ def latency_table(
     runs: int = 20,
     warmup: int = 3,
     removal: Removal = "plain",
-    progress: Progress | None = None,
+    progress: StepProgress | None = None,
 ) -> LatencyTable:
     """Return what removing each site saves on this device, in milliseconds per batch, one site at a time.
 
@@ -151,9 +150,9 @@ def _savings(
 
 def _owners(model: nn.Module) -> dict[str, list[Site]]:
     """Return the sites that the model's removal style can remove, by the module that contains their branch."""
-    can_go, owners = removable(model), dict[str, list[Site]]()
+    offered, owners = removable(model), dict[str, list[Site]]()
     for handle in survey_of(model).handles:
-        if handle.site in can_go:
+        if handle.site in offered:
             owners.setdefault(handle.owner, []).append(handle.site)
     return owners
 
@@ -202,7 +201,10 @@ def synchronize(device: torch.device) -> None:
 
 @torch.inference_mode()
 def _interleave(
-    calls: Mapping[str, Callable[[], object]], device: torch.device, rounds: Rounds, progress: Progress | None = None
+    calls: Mapping[str, Callable[[], object]],
+    device: torch.device,
+    rounds: Rounds,
+    progress: StepProgress | None = None,
 ) -> dict[str, np.ndarray]:
     """Return the seconds of each call in each round; every call runs once per round, in an order that rotates."""
     names = list(calls)

@@ -7,14 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hetdpt.core.format import counted, removal_text
-from hetdpt.core.plan import KINDS, Kind, Plan
+from hetdpt.core.plan import KINDS, Kind, Plan, Removal
 from hetdpt.report.charts import Chart, save
 from hetdpt.report.scan import FLOOR, draw_line, size_of
 
 if TYPE_CHECKING:
     from hetdpt.results import Observations
-
-    Removal = str | tuple[str, str]
 
 COLUMNS = (
     "kind", "block", "path", "is_gated", "removal", "style", "gradient", "mean_gradient", "dense", "removed",

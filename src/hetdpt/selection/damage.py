@@ -17,15 +17,13 @@ from torch import Tensor, nn
 
 from hetdpt.core.errors import DataError, ModelError, PlanError
 from hetdpt.core.modules import Peeked, checked, clone, memory_advice, require_more_than_once
-from hetdpt.core.plan import Site
+from hetdpt.core.plan import Removal, Site
+from hetdpt.core.progress import StepProgress
 from hetdpt.measurement.agreement import Damage
 from hetdpt.surgery.calibrate import variants_of
 from hetdpt.surgery.prefix_cache import MEMORY, CachedVariants, Probe
-from hetdpt.surgery.record import Removal
 from hetdpt.surgery.remove import ready_for, removable
 
-Progress = Callable[[int, int], None]
-"""Called with (steps done, steps in all)."""
 PURPOSE = "choosing layers"
 PARTS = 100  # of a step, as progress counts them
 
@@ -55,7 +53,7 @@ def choose(
     removal: Removal = "calibrated",
     chosen: Sequence[GreedyChoice] = (),
     memory: int = MEMORY,
-    progress: Progress | None = None,
+    progress: StepProgress | None = None,
 ) -> Iterator[GreedyChoice]:
     """Yield layers to remove, one after another, until together they gain ``target``.
 
@@ -108,7 +106,7 @@ def damage_of_each(
     *,
     judge: Iterable[Tensor] | None = None,
     removal: Removal = "calibrated",
-    progress: Progress | None = None,
+    progress: StepProgress | None = None,
 ) -> dict[Site, float]:
     """Return the damage of ``model`` without each of ``sites`` alone; ``batches`` and ``judge`` as in ``choose``.
 
@@ -187,7 +185,7 @@ def _require_same(mark: Tensor, images: Tensor) -> None:
         )
 
 
-def _part_of(progress: Progress | None, step: int, steps: int) -> Callable[[float], None]:
+def _part_of(progress: StepProgress | None, step: int, steps: int) -> Callable[[float], None]:
     def tell(part: float) -> None:
         if progress:
             progress(round(PARTS * (step + part)), PARTS * steps)

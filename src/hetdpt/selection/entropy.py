@@ -7,7 +7,7 @@ Nothing is trained or written here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from math import inf, isfinite, nan
 from operator import length_hint
 
@@ -16,14 +16,12 @@ from torch import Tensor, nn
 
 from hetdpt.core.errors import DataError, ModelError, PlanError
 from hetdpt.core.modules import Peeked, memory_advice, require_more_than_once
-from hetdpt.core.plan import KINDS, Kind, Site
+from hetdpt.core.plan import KINDS, Kind, Removal, Site
+from hetdpt.core.progress import StepProgress
 from hetdpt.surgery.calibrate import is_fitted, variants_of
 from hetdpt.surgery.prefix_cache import MEMORY, CachedVariants, Probe, ProbeName
-from hetdpt.surgery.record import Removal
 from hetdpt.surgery.remove import ready_for, removable
 
-Progress = Callable[[int, int], None]
-"""Called with (steps done, total steps)."""
 PURPOSE = "transfer entropy"
 
 
@@ -36,7 +34,7 @@ def transfer_entropy(
     probe: ProbeName = "logits",
     signed: bool = False,
     memory: int = MEMORY,
-    progress: Progress | None = None,
+    progress: StepProgress | None = None,
 ) -> dict[Site, float]:
     """Return TE of each site by itself, in order of execution: TE = |H(dense) - H(site removed)|, in nats.
 
@@ -77,7 +75,7 @@ def greedy_order(
     kinds: Sequence[Kind | None],
     *,
     removal: Removal = "plain",
-    progress: Progress | None = None,
+    progress: StepProgress | None = None,
 ) -> dict[Site, float]:
     """Return sites in the order of removal, each with the TE of removing it and all before it.
 
@@ -164,7 +162,7 @@ class Spread:
 
 
 def _entropies(
-    scan: CachedVariants[Site], stream: Iterable[Tensor], progress: Progress | None = None, batches: int = 0
+    scan: CachedVariants[Site], stream: Iterable[Tensor], progress: StepProgress | None = None, batches: int = 0
 ) -> tuple[float, dict[Site, float]]:
     """Return H of the model, and H without each of the sites."""
     spreads: dict[Site | None, Spread] = {site: Spread() for site in (None, *scan.variants)}

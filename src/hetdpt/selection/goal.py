@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from math import inf
 from typing import Any
@@ -12,13 +12,12 @@ from torch import nn
 from hetdpt.core.errors import PlanError
 from hetdpt.core.goals import GOALS, require_pruning
 from hetdpt.core.modules import clone
-from hetdpt.core.plan import KINDS, Kind, Plan, Site
+from hetdpt.core.plan import KINDS, Kind, Plan, Removal, Site
+from hetdpt.core.progress import StepProgress
 from hetdpt.measurement.speed import latency_table
-from hetdpt.surgery.record import InputSize, Removal
+from hetdpt.surgery.record import InputSize
 from hetdpt.surgery.remove import place_, removable
 
-Progress = Callable[[int, int], None]
-"""Called with (steps done, total steps)."""
 ONESHOT_GOALS = ("layers", "speedup")
 
 
@@ -67,7 +66,7 @@ class RemovalTarget:
 
     @classmethod
     def of(
-        cls, model: nn.Module, config: OneShotConfig, size: InputSize, progress: Progress | None = None
+        cls, model: nn.Module, config: OneShotConfig, size: InputSize, progress: StepProgress | None = None
     ) -> RemovalTarget:
         """Return the target that ``config`` sets; for a speedup, each site is timed on this device."""
         known = place_(clone(model).eval(), Plan(removal=config.removal), size)  # refuses one pruned in another style

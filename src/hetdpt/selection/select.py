@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from hetdpt.adapters.preprocessing import preprocessing_of
 from hetdpt.core.errors import PlanError
 from hetdpt.core.modules import checked, clone
-from hetdpt.core.plan import KINDS, Budget, Kind, Plan, Site
+from hetdpt.core.plan import KINDS, Budget, Kind, Plan, Removal, Site
 from hetdpt.core.processes import broadcast_, process_count
+from hetdpt.core.progress import StageProgress, StepProgress
 from hetdpt.data.augmentation import Augmentation
 from hetdpt.data.fixed_batches import ImageBatches
 from hetdpt.data.sources import Data, open_data
@@ -28,7 +29,7 @@ from hetdpt.selection.methods import Method, Score, method_called
 from hetdpt.selection.schedule import removal_order
 from hetdpt.surgery.calibrate import gate_fitted_, refit_gates_
 from hetdpt.surgery.gate import gates_by_site
-from hetdpt.surgery.record import Removal, require_record
+from hetdpt.surgery.record import require_record
 from hetdpt.surgery.remove import place_, ready_for, removable
 from hetdpt.training.config import TrainConfig
 from hetdpt.training.objective import Distillation
@@ -36,8 +37,6 @@ from hetdpt.training.processes import start
 from hetdpt.training.recover import RecoverConfig, recover
 from hetdpt.training.trainer import Keeper, Progress
 
-StageProgress = Callable[[str, int, int], None]
-"""Called with what is being done and (steps done, total)."""
 PURPOSE = "choosing layers"
 POOL = 2  # candidates for each layer to remove
 
@@ -106,7 +105,7 @@ class _Task:
     watch: Callable[[Picked], None] | None
     progress: StageProgress | None
 
-    def stage(self, name: str) -> Callable[[int, int], None] | None:
+    def stage(self, name: str) -> StepProgress | None:
         return partial(self.progress, name) if self.progress else None
 
 
@@ -305,7 +304,7 @@ def _refit(student: nn.Module, plan: Plan, images: Iterable[Tensor]) -> None:
             broadcast_(parameter.data)
 
 
-def _move(progress: Callable[[int, int], None] | None, now: Progress) -> None:
+def _move(progress: StepProgress | None, now: Progress) -> None:
     if progress:
         progress(now.update, now.updates)
 

@@ -13,13 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hetdpt.core.plan import Plan, Site
+from hetdpt.core.plan import Plan, Removal, Site
 from hetdpt.data.sources import Data
 from hetdpt.results import Disparity, Gradient
 from hetdpt.selection.predictor.samples import fine_tune
 from hetdpt.surgery.calibrate import calibrate_, gate_fitted_
 from hetdpt.surgery.gate import gates_by_site
-from hetdpt.surgery.record import Removal
 from hetdpt.surgery.remove import prune_
 from hetdpt.training.recover import RecoverConfig, recover
 from hetdpt.training.trainer import State

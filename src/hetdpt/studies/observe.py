@@ -24,7 +24,7 @@ from hetdpt.adapters.identity import fingerprint
 from hetdpt.core.errors import DataError, PlanError
 from hetdpt.core.format import removal_text
 from hetdpt.core.modules import clone, find_device
-from hetdpt.core.plan import KINDS, Plan, Site
+from hetdpt.core.plan import KINDS, Plan, Removal, Site
 from hetdpt.core.styles import PRESETS
 from hetdpt.data.fixed_batches import ImageBatches
 from hetdpt.data.sources import Data, open_data
@@ -37,7 +37,6 @@ from hetdpt.store.atomic import write_csv, write_json, written
 from hetdpt.store.jobs import Finished, Guard, Task, read_result
 from hetdpt.store.run_directory import share
 from hetdpt.studies.heterogeneity import accuracies_without, gradient_disparity
-from hetdpt.surgery.record import Removal
 from hetdpt.surgery.remove import place_, removable
 from hetdpt.training.recover import RecoverConfig
 

@@ -8,7 +8,7 @@ All sums are computed in a stream: memory is O(D^2) for any number of images. No
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,6 +24,7 @@ from hetdpt.core.fold import Means, Moments, exact
 from hetdpt.core.gates import Values, first_tensor, replacement_class
 from hetdpt.core.modules import Peeked, checked, clone, evaluating, is_once, memory_advice
 from hetdpt.core.plan import Fit, Plan, Site
+from hetdpt.core.progress import StepProgress
 from hetdpt.core.styles import STYLES, Style
 from hetdpt.surgery.gate import fill_gate_, gates_by_site, place_gates_, restore_
 from hetdpt.surgery.record import layer_at, parts_of, require_record
@@ -34,8 +35,6 @@ FOLDS = 4  # parts of the images, each held out once
 SUMS = 2 << 30  # bytes of sums in one pass over the images
 FLOOR = 0.05  # of the median norm of y: a token below it is weighted as if it were there
 PURPOSE = "calibration"
-Progress = Callable[[int, int], None]
-"""Called with (steps done, steps in all)."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,7 @@ class Fitted:
 
 @torch.no_grad()
 def calibrate_(
-    model: nn.Module, plan: Plan, batches: Iterable[Tensor], *, progress: Progress | None = None
+    model: nn.Module, plan: Plan, batches: Iterable[Tensor], *, progress: StepProgress | None = None
 ) -> nn.Module:
     """Remove the layers of ``plan``, each replaced by what fits it best on some images, and return the model.
 
@@ -149,7 +148,7 @@ def fit_sites(
     batches: Iterable[Tensor],
     *,
     is_scaled: bool = True,
-    progress: Progress | None = None,
+    progress: StepProgress | None = None,
 ) -> dict[tuple[Site, str], Fitted]:
     """Return a replacement for every wanted site and style, each as if it were the only one, from one pass.
 
@@ -187,7 +186,7 @@ def _groups(sums: list[_Sums]) -> list[list[_Sums]]:
     return groups
 
 
-def _sum_up(model: nn.Module, sums: list[_Sums], batches: Iterable[Tensor], progress: Progress | None) -> None:
+def _sum_up(model: nn.Module, sums: list[_Sums], batches: Iterable[Tensor], progress: StepProgress | None) -> None:
     """Add all images to all of ``sums``."""
     count = 0
     for done, images in enumerate(checked(batches, model, PURPOSE), 1):
@@ -201,7 +200,7 @@ def _sum_up(model: nn.Module, sums: list[_Sums], batches: Iterable[Tensor], prog
 
 
 def _fit_in_order(
-    dense: nn.Module, removed: list[Site], plan: Plan, batches: Iterable[Tensor], progress: Progress | None
+    dense: nn.Module, removed: list[Site], plan: Plan, batches: Iterable[Tensor], progress: StepProgress | None
 ) -> list[Fitted]:
     """Return the fitted replacements of the ``removed`` sites, each fitted with those before it replaced."""
     student, found = clone(dense), list[Fitted]()
@@ -217,7 +216,7 @@ def _fit_in_order(
     return found
 
 
-def _progress_of_pass(progress: Progress, number: int, passes: int, done: int, batches: int) -> None:
+def _progress_of_pass(progress: StepProgress, number: int, passes: int, done: int, batches: int) -> None:
     progress(number * batches + done, passes * batches)
 
 

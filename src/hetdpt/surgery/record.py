@@ -16,7 +16,6 @@ from hetdpt.core.plan import Plan, Site
 from hetdpt.core.tokens import Tokens
 
 InputSize = tuple[int, int, int]
-Removal = str | tuple[str, str]
 RECORD = "_hetdpt"
 
 

@@ -17,20 +17,10 @@ from hetdpt.adapters.output_attentions import keep_places_
 from hetdpt.core.errors import PlanError
 from hetdpt.core.gates import Pass, Removed, StreamGelu, Values, fill_layer_, replacement_class
 from hetdpt.core.modules import clone, put_, require_takes
-from hetdpt.core.plan import Fit, Plan, Site
+from hetdpt.core.plan import Fit, Plan, Removal, Site
 from hetdpt.core.styles import STYLES, Style, pair_with
 from hetdpt.surgery.merge import merge_ffn_, neutralise_
-from hetdpt.surgery.record import (
-    RECORD,
-    InputSize,
-    Record,
-    Removal,
-    layer_at,
-    parts_of,
-    record_for,
-    record_of,
-    require_record,
-)
+from hetdpt.surgery.record import RECORD, InputSize, Record, layer_at, parts_of, record_for, record_of, require_record
 from hetdpt.surgery.replacement import new_replacement, place_of, require_removable, why_not_removable
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from hetdpt.adapters.anatomy import Handle, Survey
+from hetdpt.adapters.anatomy import Survey
 from hetdpt.adapters.models import input_size_of, set_size_
 from hetdpt.adapters.preprocessing import PREPROCESSING
 from hetdpt.adapters.trace import dry_run, trace
@@ -79,12 +79,4 @@ def resurvey(model: nn.Module, found: Survey, size: InputSize) -> Survey:
     """Return ``found`` with the shapes that ``model``, which may be pruned, has on images of ``size``."""
     calls = trace(model, size).calls
     shapes = {call.path: call.output.shape[1:] for call in calls if call.output}
-
-    def handle(one: Handle) -> Handle:
-        if one.parts is None:
-            return one
-        core = replace(one.parts.core_layout, shape=shapes[one.parts.core])
-        gate = replace(one.parts.gate_layout, shape=shapes[one.parts.gate])
-        return replace(one, parts=replace(one.parts, core_layout=core, gate_layout=gate))
-
-    return replace(found, handles=tuple(handle(one) for one in found.handles), input_size=size)
+    return replace(found.with_layouts(lambda path, layout: replace(layout, shape=shapes[path])), input_size=size)

@@ -27,6 +27,7 @@ from hetdpt.core.format import counted
 from hetdpt.core.goals import GOALS
 from hetdpt.core.modules import evaluating
 from hetdpt.core.plan import KINDS, Budget, Kind, Plan
+from hetdpt.core.progress import StageProgress
 from hetdpt.data.batches import EvaluationBatches
 from hetdpt.data.fixed_batches import ImageBatches, LabelledBatches
 from hetdpt.data.sources import Data
@@ -43,7 +44,7 @@ from hetdpt.selection.entropy import require_offered
 from hetdpt.selection.importance import ImportanceSearch
 from hetdpt.selection.methods import Method, method_called
 from hetdpt.selection.predictor.samples import prune_next
-from hetdpt.selection.select import StageProgress, kinds_of
+from hetdpt.selection.select import kinds_of
 from hetdpt.store.checkpoints import KEPT
 from hetdpt.surgery.calibrate import gate_fitted_
 from hetdpt.surgery.merge import merge_

@@ -22,6 +22,7 @@ from hetdpt.core.errors import DataError, ModelError, PlanError, first_line
 from hetdpt.core.goals import BOUNDS, GOALS, Goal
 from hetdpt.core.modules import checked, clone, evaluating, memory_advice
 from hetdpt.core.plan import Plan
+from hetdpt.core.progress import StageProgress
 from hetdpt.measurement.costs import Costs
 from hetdpt.reduce.width.choice import Kept, Ratios, choose, cut_of, removed_ratios, rescale_
 from hetdpt.reduce.width.refit import Inputs, refit_, watching
@@ -34,7 +35,7 @@ from hetdpt.reduce.width.scores import (
     require_narrowable,
     score,
 )
-from hetdpt.reduce.width.search import RUNGS, Progress, RatioSearch, Timing
+from hetdpt.reduce.width.search import RUNGS, RatioSearch, Timing
 from hetdpt.reduce.width.shapes import cut_, mark_narrowed_
 from hetdpt.surgery.merge import merge_
 from hetdpt.surgery.record import InputSize, record_of, require_record
@@ -131,7 +132,7 @@ def narrow_to(
     dense: nn.Module | None = None,
     batch: int | None = None,
     input_size: InputSize | None = None,
-    progress: Progress | None = None,
+    progress: StageProgress | None = None,
     **goal: float | None,
 ) -> Narrowed:
     """Return a narrowed copy of ``model`` that meets one goal within 2 %, or with ``ratio`` times the shares removed.
@@ -186,7 +187,7 @@ class WidthSurvey:
         batches: Batches,
         ratios: Ratios,
         input_size: InputSize | None = None,
-        progress: Progress | None = None,
+        progress: StageProgress | None = None,
     ) -> WidthSurvey:
         copy = clone(model)
         if record_of(copy) is None:
@@ -264,7 +265,7 @@ def _look(
     batches: Batches,
     refitted: list[str],
     inputs: Inputs,
-    progress: Progress | None,
+    progress: StageProgress | None,
 ) -> None:
     """Run ``model`` on the images: sum gradients if importance needs them, and inputs of the ``refitted`` layers."""
     is_taylor = config.importance == "taylor"

@@ -11,6 +11,7 @@ from torch import nn
 from hetdpt.core.errors import PlanError
 from hetdpt.core.goals import Goal, Measures, short
 from hetdpt.core.modules import clone
+from hetdpt.core.progress import StageProgress
 from hetdpt.measurement.speed import measure_throughput
 from hetdpt.reduce.width.choice import Kept, Ratios
 from hetdpt.surgery.merge import merge_
@@ -18,8 +19,6 @@ from hetdpt.surgery.merge import merge_
 if TYPE_CHECKING:
     from hetdpt.reduce.width.narrow import WidthSurvey
 
-Progress = Callable[[str, int, int], None]
-"""Called with (what is being done, steps done, steps in all); in all is 0 if unknown."""
 TOLERANCE = 0.02  # how far from its target a search may end
 CLOSE = 0.005  # how near it stops
 MOST = 0.95  # of a size is removed at most in a search
@@ -64,7 +63,7 @@ class RatioSearch:
         goal: Goal | None,
         target: float,
         timing: Timing,
-        progress: Progress | None,
+        progress: StageProgress | None,
     ) -> None:
         self.model, self.seen, self.goal, self.target, self.timing = model, seen, goal, target, timing
         self.progress = progress

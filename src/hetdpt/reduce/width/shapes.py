@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hetdpt.adapters.anatomy import Handle, Layout, Survey
+from hetdpt.adapters.anatomy import Survey
 from hetdpt.adapters.attention import NAMES
 from hetdpt.adapters.trace import dry_run
 from hetdpt.core.errors import FileError, ModelError, first_line
@@ -84,23 +84,10 @@ def cut_(model: nn.Module, cut: WidthCut) -> nn.Module:
 def mark_narrowed_(model: nn.Module, stream: int | None) -> None:
     """Record that the sizes of a model have changed; its anatomy stays that of the original."""
     record = require_record(model)
-    survey = record.survey if stream is None else _resized(record.survey, stream)
+    survey = record.survey
+    if stream is not None:
+        survey = survey.with_layouts(lambda _, layout: layout.with_width(stream))
     vars(model)[RECORD] = replace(record, survey=survey, is_narrowed=True)
-
-
-def _resized(survey: Survey, width: int) -> Survey:
-    """Return ``survey`` with the new width of the stream."""
-
-    def layout(one: Layout) -> Layout:
-        return replace(one, shape=tuple(width if axis == one.axis else side for axis, side in enumerate(one.shape)))
-
-    def handle(one: Handle) -> Handle:
-        if one.parts is None:
-            return one
-        parts = replace(one.parts, core_layout=layout(one.parts.core_layout), gate_layout=layout(one.parts.gate_layout))
-        return replace(one, parts=parts)
-
-    return replace(survey, handles=tuple(handle(one) for one in survey.handles))
 
 
 def _stream_now(survey: Survey) -> int | None:

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 
 from torch import nn
 
-from hetdpt.core.plan import KINDS, Site
+from hetdpt.core.plan import KINDS, Removal, Site
+from hetdpt.core.progress import StageProgress
 from hetdpt.measurement.costs import Costs
 from hetdpt.measurement.speed import latency_table
 from hetdpt.results import Price, Prices
 from hetdpt.selection.predictor.allocate import Allocation, allocate
 from hetdpt.selection.predictor.polynomial import Row, fit_predictor
 from hetdpt.surgery.merge import merge_
-from hetdpt.surgery.record import InputSize, Removal, require_record
+from hetdpt.surgery.record import InputSize, require_record
 from hetdpt.surgery.remove import ready, removable, without
-
-Progress = Callable[[str, int, int], None]
-"""Called with what is being done and (steps done, total)."""
 
 
 def split_layers(
@@ -40,7 +38,7 @@ def measure_prices(
     input_size: InputSize | None = None,
     batch: int | None = None,
     latency: bool = True,
-    progress: Progress | None = None,
+    progress: StageProgress | None = None,
 ) -> Prices:
     """Return the costs of ``model`` and what removing each of its layers saves, merged; timed if ``latency``.
 

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 
 from hetdpt.core.errors import DataError, PredictError
 from hetdpt.core.modules import Peeked
-from hetdpt.core.plan import KINDS, Budget, Kind, Plan, Sample, Site
+from hetdpt.core.plan import KINDS, Budget, Kind, Plan, Removal, Sample, Site
+from hetdpt.core.progress import StepProgress
 from hetdpt.data.sources import Data
 from hetdpt.measurement.accuracy import evaluate
 from hetdpt.selection.entropy import transfer_entropy
 from hetdpt.surgery.calibrate import variants_of
-from hetdpt.surgery.record import Removal
 from hetdpt.surgery.remove import ready_for, removable
 from hetdpt.training.recover import RecoverConfig, recover
 from hetdpt.training.trainer import Keeper, Progress
@@ -132,7 +132,7 @@ def prune_next(
     kind: Kind,
     images: Iterable[Tensor],
     removal: Removal = "calibrated",
-    progress: Callable[[int, int], None] | None = None,
+    progress: StepProgress | None = None,
 ) -> tuple[nn.Module, EntropyPick]:
     """Return a copy of ``student`` without one more layer of ``kind``, the one with the least transfer entropy.
 
