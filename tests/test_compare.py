@@ -448,7 +448,7 @@ def test_what_cannot_be_is_left_out_and_told(dense: nn.Module, data: Data, tmp_p
         ({"layers": (2, 2)}, "each once"),
         ({"layers": (0,)}, "from 1 on"),
         ({"methods": ()}, "methods are"),
-        ({"methods": ("hetdpd",)}, "there is no method 'hetdpd'; did you mean hetdpt?"),
+        ({"methods": ("hetdpd",)}, "no method is called 'hetdpd'; did you mean hetdpt?"),
         ({"seeds": 0}, "seeds is 0"),
         (
             {"collection": CollectConfig(recovery=quick().config, removal="plain")},

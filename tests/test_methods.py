@@ -149,7 +149,7 @@ class TestCommand:
             ((), "give either how many layers of each kind to remove"),
             (("--layers", "2", "--attention", "1"), "give either how many layers of each kind to remove"),
             (("--layers", "2"), "the method hetdpt needs the number of layers of each kind, but got 2 in total"),
-            (("--layers", "2", "--method", "ranom"), "there is no method 'ranom'; did you mean random?"),
+            (("--layers", "2", "--method", "ranom"), "no method is called 'ranom'; did you mean random?"),
             (("--layers", "2", "--method", "random", "--samples", "x.csv"), "random has no such split"),
             (("--attention", "4"), "cannot remove 4 attention layers: this model has 3"),
         ],

@@ -291,7 +291,7 @@ def _parts(reading: Reading, branch: Branch, inside: list[Inside], core: Inside)
     if after - ZERO_TO_ZERO:
         raise RefusedError(f"its output is still changed by {', '.join(sorted(after - ZERO_TO_ZERO))} before the sum")
     if branch.out.op == "add_" and branch.out.inputs[0] == branch.end:
-        raise RefusedError("the stream is added into its output in place, so that nothing can stand in for it")
+        raise RefusedError("the stream is added into its output in place, so that it cannot be replaced")
     factors = {i: factor[0] for i in loose if (factor := reading.factor(i))}
     inner = {m.path for m in inside}
     return Parts(

@@ -72,11 +72,6 @@ class Attention:
     """Paths of the norms of queries and keys that are not the identity."""
     names: Names
 
-    @property
-    def width(self) -> int:
-        """Input features of ``out``."""
-        return self.heads * self.head_dim
-
     def attributes(self, heads: int, head_dim: int) -> dict[str, float]:
         """Return the attributes that the module has with these sizes."""
         values = (heads, head_dim, head_dim**-0.5, heads * head_dim)

@@ -65,7 +65,7 @@ class Reading:
     def __init__(self, model: nn.Module, trace: Trace) -> None:
         self.nodes = trace.nodes
         self.outputs = trace.outputs
-        # outer before inner, also where both ran the very same nodes
+        # outer before inner, also where both ran the same nodes
         self.calls = sorted(trace.calls, key=lambda call: (call.start, -call.stop, len(call.path)))
         self.consumers = trace.consumers()
         self.times_called = Counter(call.path for call in trace.calls)
@@ -140,8 +140,7 @@ class Reading:
         found: list[Inside] = []
         for call in self.calls:
             ran = self.ran_in(call)
-            hands_on = not ran and call.input_node in branch.interior
-            is_within = branch.interior.issuperset(ran) if ran else hands_on
+            is_within = branch.interior.issuperset(ran) if ran else call.input_node in branch.interior
             is_once = self.times_called[call.path] == 1
             is_part = any(other.holds(call.path) for other in found)
             if is_within and is_once and not is_part:

@@ -58,8 +58,8 @@ def feature_net(model: Any, layers: Sequence[int] | int = 3) -> Any:
             "hetdpt.adapters.features.feature_maps(model, images)"
         )
     _require_maps(model)
-    asked = range(-layers, 0) if isinstance(layers, int) else layers
-    net: Any = FeatureGetterNet(model, tuple(_numbers(asked, len(model.feature_info))))
+    last = range(-layers, 0) if isinstance(layers, int) else layers
+    net: Any = FeatureGetterNet(model, tuple(_numbers(last, len(model.feature_info))))
     net.pretrained_cfg = model.pretrained_cfg
     return net
 
@@ -73,26 +73,25 @@ def _require_maps(model: nn.Module) -> None:
 
 
 def _timm_maps(model: Any, images: Tensor, layers: Sequence[int] | None) -> list[Tensor]:
-    count = len(model.feature_info)
-    numbers = _numbers(layers, count)
-    asked = sorted(set(numbers))
-    options = {"indices": asked, "stop_early": True, "intermediates_only": True}
+    numbers = _numbers(layers, len(model.feature_info))
+    indices = sorted(set(numbers))
+    options = {"indices": indices, "stop_early": True, "intermediates_only": True}
     try:
         maps = model.forward_intermediates(images, norm=True, **options)
     except AssertionError:  # this family cannot normalise its maps
         maps = model.forward_intermediates(images, norm=False, **options)
-    return [maps[asked.index(number)] for number in numbers]
+    return [maps[indices.index(number)] for number in numbers]
 
 
 def _numbers(layers: Sequence[int] | None, count: int) -> list[int]:
     """Return the numbers of the requested layers among ``count``, from 0."""
-    asked = range(count) if layers is None else layers
-    if not asked:
+    requested = range(count) if layers is None else layers
+    if not requested:
         raise ModelError("no layers were given; request the maps of at least one layer")
-    for layer in asked:
+    for layer in requested:
         if not isinstance(layer, int) or not -count <= layer < count:
             raise ModelError(f"this model has maps of layers 0-{count - 1}, not of layer {layer!r}")
-    return [layer % count for layer in asked]
+    return [layer % count for layer in requested]
 
 
 def _hf_maps(model: Any, images: Tensor) -> list[Tensor]:

@@ -123,7 +123,7 @@ def _with_neighbours(reading: Reading, branch: Branch, first: Call, activation: 
 
 
 def _scale(reading: Reading, second: Call) -> str | None:
-    """Return the parameter that scales each output feature of ``second`` directly after it, if there is one."""
+    """Return the parameter that scales each output feature of ``second`` directly after it; None without one."""
     readers = reading.consumers[second.output_node or 0]
     factor = reading.factor(readers[0]) if len(readers) == 1 else None
     if factor is None or second.output is None:

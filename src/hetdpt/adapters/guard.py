@@ -127,7 +127,7 @@ def _audit(event: str, arguments: tuple[Any, ...]) -> None:
         return
     for path in arguments[: PATH_EVENTS.get(event, 0)]:
         if not _is_inside(path, directories):
-            raise ModelError(f"building this model would open {path!r}, which is not its own; do not load it")
+            raise ModelError(f"building this model would open {path!r}, a file that is not part of it; do not load it")
     if event.startswith(REFUSED):
         raise ModelError(f"building this model would call {event}, which no model needs; do not load it")
 

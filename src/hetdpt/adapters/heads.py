@@ -1,4 +1,4 @@
-"""Heads of image classifiers: logits whatever a library returns, a new head for other classes, names of classes."""
+"""Heads of image classifiers: logits from the output of any library, a new head for other classes, names of classes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What identifies a model when a run is resumed, wherever the model is stored and whatever it is called."""
+"""What identifies a model when a run is resumed, independent of its name and of where it is stored."""
 
 from __future__ import annotations
 

@@ -205,7 +205,7 @@ def feature_class_of(model: nn.Module) -> str | None:
 
 def num_classes_of(model: nn.Module) -> int:
     """Return the number of classes of the head of ``model``; ``ModelError`` if it has no head."""
-    if is_hf(model):  # config.num_labels is there also for a bare tower
+    if is_hf(model):  # a bare tower has config.num_labels too
         config: Any = model.config
         classes = config.num_labels if "ForImageClassification" in type(model).__name__ else 0
     else:

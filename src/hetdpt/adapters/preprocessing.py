@@ -164,7 +164,6 @@ def _crop(processor: Any) -> tuple[str, float]:
 
 
 def _processor(model: nn.Module) -> Any:
-    """Return the image processor of a transformers model."""
     transformers = import_transformers()
     config: Any = model.config
     name = config.name_or_path

@@ -1,8 +1,8 @@
 """Lets ``import torchvision`` (so timm too) succeed where its compiled operators do not load.
 
 A torchvision wheel built for CUDA next to a CPU build of torch cannot load its operators; its import then fails with
-"operator torchvision::nms does not exist". ``install`` waits for that import and defines the two operators it asks
-for, if they are missing. Where torchvision is sound nothing happens. Imports no torch until torchvision is imported.
+"operator torchvision::nms does not exist". ``install`` waits for that import and defines the two operators it
+needs, if they are missing. Where torchvision works it does nothing. Imports no torch until torchvision is imported.
 """
 
 from __future__ import annotations

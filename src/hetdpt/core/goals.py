@@ -111,7 +111,7 @@ class Goal:
 
     @property
     def is_bound(self) -> bool:
-        """Whether it bounds something, so that a model can also meet it by losing width."""
+        """Whether it bounds something, so that a narrower model can meet it too."""
         return self.direction != "exactly"
 
     @property
@@ -206,7 +206,6 @@ def _layers(count: str) -> str:
 
 
 def _cost(name: str, noun: str, example: str) -> Goal:
-    """Return the goal of an upper bound on a cost."""
     return Goal(
         name=name,
         metavar="AMOUNT",
@@ -246,7 +245,7 @@ GOALS: Mapping[str, Goal] = {
     )
 }
 BOUNDS = tuple(name for name, goal in GOALS.items() if goal.is_bound)
-"""The goals that losing width can meet too."""
+"""The goals that a narrower model can meet too."""
 
 
 @dataclass(frozen=True)

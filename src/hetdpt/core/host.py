@@ -39,7 +39,7 @@ def peak_memory() -> int:
 
 
 def _cpu_info(field: str) -> str:
-    """Return a field of Linux's description of the first CPU; empty if there is none, as on other systems."""
+    """Return a field of Linux's description of the first CPU; empty where the system has no such description."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -144,7 +144,7 @@ class Plan:
 
     @property
     def has_stream_gelu(self) -> bool:
-        """Whether a GELU follows every block that has lost both layers (preset ``authors``)."""
+        """Whether a GELU follows every block of which both layers are removed (preset ``authors``)."""
         return isinstance(self.removal, str) and PRESETS[self.removal].has_stream_gelu
 
     @property

@@ -91,7 +91,7 @@ class Preset:
     attention: str
     activation: str
     has_stream_gelu: bool = False
-    """Whether a GELU follows every block that has lost both layers, as in the release of the paper."""
+    """Whether a GELU follows every block of which both layers are removed, as in the release of the paper."""
 
     @property
     def styles(self) -> tuple[str, str]:

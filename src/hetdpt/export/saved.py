@@ -294,7 +294,7 @@ def write_tensors(state: dict[str, Tensor], file: Path, target: Path, notes: dic
 
 
 def read_tensors(file: Path) -> dict[str, Tensor]:
-    """Return the tensors of a file, each in memory of its own.
+    """Return the tensors of a file, each in its own memory.
 
     The file is opened for each: what is read through one handle counts as memory until it is closed. And tensors of an
     open file are not aligned, so that some processors would sum them in another order.

@@ -2,7 +2,7 @@
 
 A draw function gets a ``Chart`` and does not know where it will be shown. ``save`` writes a PNG or SVG file;
 ``page_figure`` gives pictures for the page, one for a desk and one for a phone, in which marks have hints and colours
-follow the theme. Nothing is told by colour alone. matplotlib is imported only when something is drawn.
+follow the theme. No information is in colour alone. matplotlib is imported only when something is drawn.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ THEME = {
 }  # fmt: skip
 """Colours by name: on the page each is the variable of style.css of that name, light or dark."""
 MARKED = {name: f"#0000{number:02x}" for number, name in enumerate(THEME, 1)}
-"""What stands for them while the page's pictures are drawn: colours that no chart uses."""
+"""Placeholders for them while the page's pictures are drawn: colours that no chart uses."""
 
 STYLE: Any = {
     "axes.axisbelow": True, "axes.grid": True, "axes.grid.axis": "y", "axes.spines.right": False,
@@ -336,7 +336,7 @@ def _swatch(look: Look) -> Markup:
 
 
 def _for_page(figure: Figure, marks: Sequence[Marked], **attributes: str) -> Markup:
-    """Return a figure as SVG that may stand in the page: no ids, no styles, colours of the theme, marks with hints.
+    """Return a figure as SVG for the page: no ids, no styles, colours of the theme, marks with hints.
 
     The page's policy forbids styles in attributes, and ids of two pictures must not clash.
     """

@@ -191,16 +191,16 @@ def confidence(record: RunRecord) -> list[str]:
     if found is None:
         return []
     chosen, tied = found.chosen, found.tied
-    said = [f"{layers(found.budget.attention, found.budget.activation)} to remove."]
+    sentences = [f"{layers(found.budget.attention, found.budget.activation)} to remove."]
     if chosen is not None:
-        said.append(
+        sentences.append(
             f"Predicted {percent(chosen.accuracy)} after a brief fine-tuning like that of the samples, 95 % interval "
             f"{interval(chosen.low, chosen.high)}."
         )
     splits = counted(len(found.table), "split")
-    said.append(f"The best of {splits} in {percent(100 * found.share, 0)} of the bootstrap draws.")
+    sentences.append(f"The best of {splits} in {percent(100 * found.share, 0)} of the bootstrap draws.")
     if tied:
         names = ", ".join(split_text(row.budget) for row in tied[:NAMED])
         more = f" and {len(tied) - NAMED} more" if len(tied) > NAMED else ""
-        said.append(f"By the intervals of the polynomial it cannot be told from {names}{more}.")
-    return said
+        sentences.append(f"By the intervals of the polynomial it cannot be told from {names}{more}.")
+    return sentences

@@ -76,7 +76,6 @@ def _comparison(records: Sequence[RunRecord], names: Sequence[str]) -> dict[str,
 
 
 def _view(record: RunRecord, key: str, name: str) -> dict[str, Any]:
-    """Return what the template shows of a run."""
     measured, analysis = record.results.measure, record.results.analyse
     goal = record.summary.goal if record.summary else None
     where = ""

@@ -80,8 +80,8 @@ def _numbers(record: RunRecord) -> Iterator[Part]:
     assert measured is not None
     yield tables.before_and_after(measured)
     where = machine(measured, measured.batch)
-    said = f"{headline.difference(measured)} The models took turns on {where}."
-    yield Text(f"{said} MACs are multiply-accumulates of one image.", "caption")
+    text = f"{headline.difference(measured)} The models took turns on {where}."
+    yield Text(f"{text} MACs are multiply-accumulates of one image.", "caption")
 
 
 def _layers(record: RunRecord) -> Iterator[Part]:

@@ -91,13 +91,12 @@ class RunRecord:
     @property
     def warnings(self) -> tuple[str, ...]:
         """What makes the numbers doubtful, a sentence each."""
-        said = self.summary or self.results.allocate or self.results.fit
-        return (*(said.warnings if said else ()), *self._mixed())
-
-    def _mixed(self) -> Iterable[str]:
+        latest = self.summary or self.results.allocate or self.results.fit
+        warnings = list(latest.warnings) if latest else []
         for package, found in self.versions.items():
             if len(found) > 1:
-                yield f"stages ran with different versions of {package}: {', '.join(found)}"
+                warnings.append(f"stages ran with different versions of {package}: {', '.join(found)}")
+        return tuple(warnings)
 
     @property
     def versions(self) -> dict[str, tuple[str, ...]]:

@@ -519,12 +519,12 @@ def latency(record: RunRecord) -> PageFigure:
             chart.text(0, row, side, (-58, -4))
             for kind, ms in parts.items():
                 look = Look("paper", line="-", fill=PARTS.get(kind, PINK), is_box=True)
-                said = f"{side}: {kind}\n{milliseconds(ms)}, {percent(100 * ms / (total or 1), 0)} of the batch"
+                hint = f"{side}: {kind}\n{milliseconds(ms)}, {percent(100 * ms / (total or 1), 0)} of the batch"
                 parts_ = [chart.box((begin, row - 0.35), (ms, 0.7), look)]
                 if ms / longest * (chart.width - 138) > 7 * len(kind) + 12:
                     ink = "#ffffff" if look.fill == BLUE else "#111111"
                     parts_.append(chart.text(begin, row, kind, (7, -4), color=ink))
-                chart.mark(said, *parts_, series=kind)
+                chart.mark(hint, *parts_, series=kind)
                 chart.sign(kind, look, kind)
                 begin += ms
             chart.text(total, row, milliseconds(total), (8, -4), fontweight="bold")

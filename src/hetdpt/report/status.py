@@ -41,7 +41,7 @@ class RunStatus:
 
 
 def read_status(run: Path) -> RunStatus:
-    """Return the progress of the run in a directory; ``FileError`` if it is none, or a file of it is damaged.
+    """Return the progress of the run in a directory; ``FileError`` if it is not a run, or a file is damaged.
 
     Whether a process is running it is checked first, so that one that ends meanwhile is not called interrupted.
     """

@@ -49,11 +49,12 @@ def measured(mode: str, rows: Sequence[Row]) -> str:
     >>> measured("probe", [row, row])
     'cpu, float32, batch 64; 1437 training images, accuracy on 360'
     """
-    said = {name: " and ".join(dict.fromkeys(str(row[name]) for row in rows)) for name in ("device", "dtype", "batch")}
+    values = {
+        name: " and ".join(dict.fromkeys(str(row[name]) for row in rows)) for name in ("device", "dtype", "batch")
+    }
     learnt, seen = rows[0]["training_images"], rows[0]["images"]
-    where = f"{said['device']}, {said['dtype']}, batch {said['batch']}"
     last = ", of the last epoch" if mode == "finetune" else ""
-    return f"{where}; {learnt} training images, accuracy on {seen}{last}"
+    return f"{device}, {dtype}, batch {batch}; {learnt} training images, accuracy on {seen}{last}"
 
 
 def places(rows: Sequence[Row], directory: Path) -> list[str]:

@@ -119,11 +119,11 @@ class ImportanceSearch:
             self.watch(self.removed[-1])
 
     def _try(self, model: nn.Module, args: tuple[Any, ...]) -> None:
-        """Close one candidate for each image of a batch, all in turn, of the kinds that still lose layers."""
+        """Close one candidate for each image of a batch, all in turn, of the kinds of which more are removed."""
         if not model.training:
             return
-        images, to_go = len(args[0]), self.kinds[len(self.removed) :]
-        left = [site for site, gate in self.gates.items() if gate.is_open and (site.kind in to_go or None in to_go)]
+        images, kinds = len(args[0]), self.kinds[len(self.removed) :]
+        left = [site for site, gate in self.gates.items() if gate.is_open and (site.kind in kinds or None in kinds)]
         order = np.random.default_rng((self.seed, *self._draws)).permutation(len(left))
         turns = torch.arange(images) % max(len(left), 1)
         for gate in self.gates.values():

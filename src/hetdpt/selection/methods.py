@@ -119,5 +119,5 @@ def method_called(name: str) -> Method:
     """
     if name not in METHODS:
         (nearest,) = get_close_matches(name, METHODS, 1, cutoff=0)
-        raise PlanError(f"there is no method {name!r}; did you mean {nearest}? There are {', '.join(METHODS)}")
+        raise PlanError(f"no method is called {name!r}; did you mean {nearest}? Available: {', '.join(METHODS)}")
     return METHODS[name]

@@ -227,7 +227,6 @@ def _at_random(task: _Task) -> list[Site]:
 
 
 def _by_importance(task: _Task) -> list[Site]:
-    """Return the sites that an importance search removes."""
     config = task.config
     candidates = _candidates(task)
     gated, student = Plan(removal=config.removal), deepcopy(task.model)
@@ -278,7 +277,6 @@ def _prior(task: _Task, candidates: list[Site]) -> Prior:
 
 
 def _candidates(task: _Task) -> list[Site]:
-    """Return the candidates of a search."""
     if None in task.kinds or task.config.candidates == "all":
         return [site for site in task.offered if None in task.kinds or site.kind in task.kinds]
     te = transfer_entropy(

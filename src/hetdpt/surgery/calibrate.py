@@ -187,7 +187,6 @@ def _groups(sums: list[_Sums]) -> list[list[_Sums]]:
 
 
 def _sum_up(model: nn.Module, sums: list[_Sums], batches: Iterable[Tensor], progress: StepProgress | None) -> None:
-    """Add all images to all of ``sums``."""
     count = 0
     for done, images in enumerate(checked(batches, model, PURPOSE), 1):
         with memory_advice(f"{len(images)} images at once do not fit in memory; give smaller batches"):

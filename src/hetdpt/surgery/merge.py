@@ -143,7 +143,7 @@ def _bias_now(handle: Handle, record: Record) -> str | None:
 
 
 def neutralise_(model: nn.Module, name: str) -> None:
-    """Replace a LayerScale parameter by 1; a LayerScale module of its own becomes a ``Pass``."""
+    """Replace a LayerScale parameter by 1; a module that is only a LayerScale becomes a ``Pass``."""
     path, _, leaf = name.rpartition(".")
     owner = model.get_submodule(path)
     if len(list(owner.parameters())) == 1 and not any(owner.children()):

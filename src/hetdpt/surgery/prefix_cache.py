@@ -209,7 +209,7 @@ class CachedVariants(Generic[K]):
 
     The model runs in full and caches the outputs of its modules; a variant reads the outputs of those that finished
     before the first module in which it differs, and runs in full if no difference is found. That works for any model,
-    in whatever order and with whatever connections its modules run, as long as modules can be replaced and autograd
+    in any order and with any connections of its modules, as long as modules can be replaced and autograd
     records what reads what. Each starting point of variants is tried on one image, and skipped if the output is not
     bit-equal.
     """

@@ -50,7 +50,7 @@ def _file(device: str) -> Path:
 
 
 def _known(file: Path) -> bool | None:
-    """Return the cached answer; None if there is none, or it cannot be read."""
+    """Return the cached answer; None if there is no file, or it cannot be read."""
     try:
         answer = find_sealed(file, "it is made again", lambda values: values["runs"])
     except (FileError, OSError):
@@ -68,8 +68,8 @@ def _try(device: str) -> bool:
         return True
     if ended.returncode in CRASHES:
         return False
-    said = ended.stderr.strip().splitlines()
-    raise TrainError(_no_answer(device, said[-1] if said else f"the process ended with {ended.returncode}"))
+    lines = ended.stderr.strip().splitlines()
+    raise TrainError(_no_answer(device, lines[-1] if lines else f"the process ended with {ended.returncode}"))
 
 
 def _no_answer(device: str, reason: str) -> str:

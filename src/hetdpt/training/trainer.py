@@ -61,7 +61,7 @@ class Batches(Protocol):
         """Return how many an epoch has."""
 
     def epoch(self, number: int, start: int = 0) -> Iterator[Any]:
-        """Yield the batches of an epoch from batch ``start`` on: the very ones of the whole epoch."""
+        """Yield the batches of an epoch from batch ``start`` on, the same as in the whole epoch."""
 
 
 class LossFunction(Protocol):
@@ -85,7 +85,7 @@ class Keeper(Protocol):
     """Keeps the state of a training; files are its business."""
 
     def latest(self) -> State | None:
-        """Return the newest state that is sound; None at the very beginning."""
+        """Return the newest undamaged state; None if there is no state yet."""
 
     def is_due(self) -> bool:
         """Whether enough time has passed since the last state to keep another one."""
@@ -99,7 +99,7 @@ class Companion(Protocol):
 
     @property
     def parameters(self) -> Sequence[nn.Parameter]:
-        """Its own, which take plain steps, p -= d loss / d p, whatever the optimizer; no decay, no clipping."""
+        """Its parameters, which take plain steps, p -= d loss / d p, with any optimizer; no decay, no clipping."""
 
     def before_update(self, update: int, updates: int) -> None:
         """Called in all processes when ``update`` of ``updates`` are done, and once more after the last."""
@@ -242,7 +242,7 @@ class Trainer:
         """Those of the companion's parameters; they have no state."""
 
     def _has_idle_parameters(self) -> bool:
-        """Whether some parameter does not affect the loss, or may not later; DDP would wait for it for ever."""
+        """Whether some parameter does not affect the loss, or may not later; DDP would wait for it forever."""
         if self.companion is not None:
             return True
         with memory_advice(_advice_on_memory(self.config)):

@@ -56,8 +56,6 @@ class TokenStep(nn.Module):
 
 
 class _CurrentPass(threading.local):
-    """The tokens of the current forward pass in this thread."""
-
     stream: TokenStream | None = None
 
 

@@ -54,7 +54,7 @@ class Timing:
 
 
 class RatioSearch:
-    """Searches for the ratios that meet a target; remembers all it has tried."""
+    """Searches for the ratios that meet a target, and caches the costs of all it has tried."""
 
     def __init__(
         self,
@@ -110,7 +110,7 @@ class RatioSearch:
         whole = self.look(Ratios())
         if self.excess(whole) < -TOLERANCE:
             raise PlanError(
-                f"the model already has {self._show(whole)}, which meets the goal {self._wish}; nothing has to be "
+                f"the model already has {self._show(whole)}, which meets the goal {self._goal_text}; nothing has to be "
                 "removed, so set a harder goal"
             )
         most = MOST / max(shares.by_name.values())
@@ -120,7 +120,7 @@ class RatioSearch:
             self._halve(lambda part: replace(ratios, hidden=part), MOST)
         if abs(self.excess(self.best)) > TOLERANCE:
             raise PlanError(
-                f"the goal {self._wish} cannot be met within {100 * TOLERANCE:.0f} %; the nearest is "
+                f"the goal {self._goal_text} cannot be met within {100 * TOLERANCE:.0f} %; the nearest is "
                 f"{self._show(self.best)}; use that, or change the shares or what sizes are rounded to"
             )
         return self.best
@@ -167,7 +167,7 @@ class RatioSearch:
         return self.goal
 
     @property
-    def _wish(self) -> str:
+    def _goal_text(self) -> str:
         return f"'{self._needed_goal.describe(short(self.target))}'"
 
     def _show(self, tried: Tried) -> str:

@@ -143,13 +143,13 @@ def reshape_(model: nn.Module, widths: Widths) -> nn.Module:
 
 
 def _require_stream(model: nn.Module, stream: int | None) -> None:
-    """Raise unless FFNs take as many channels as the stream is said to have."""
+    """Raise unless FFNs take as many channels as the stream has by the file."""
     survey, there = require_record(model).survey, dict(model.named_modules())
     layers = [there.get(handle.ffn.first) for handle in survey.handles if handle.ffn]
     given = [layer.weight.shape[1] for layer in layers if isinstance(layer, nn.Linear)]
-    said = survey.anatomy.width if stream is None else stream
-    if not 0 < said <= survey.anatomy.width or any(width != said for width in given):
-        raise _refusal("the stream", said, given[0] if given else survey.anatomy.width)
+    expected = survey.anatomy.width if stream is None else stream
+    if not 0 < expected <= survey.anatomy.width or any(width != expected for width in given):
+        raise _refusal("the stream", expected, given[0] if given else survey.anatomy.width)
 
 
 def _require_runs(model: nn.Module) -> None:
