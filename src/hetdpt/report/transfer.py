@@ -49,9 +49,8 @@ def measured(mode: str, rows: Sequence[Row]) -> str:
     >>> measured("probe", [row, row])
     'cpu, float32, batch 64; 1437 training images, accuracy on 360'
     """
-    values = {
-        name: " and ".join(dict.fromkeys(str(row[name]) for row in rows)) for name in ("device", "dtype", "batch")
-    }
+    names = "device", "dtype", "batch"
+    device, dtype, batch = (" and ".join(dict.fromkeys(str(row[name]) for row in rows)) for name in names)
     learnt, seen = rows[0]["training_images"], rows[0]["images"]
     last = ", of the last epoch" if mode == "finetune" else ""
     return f"{device}, {dtype}, batch {batch}; {learnt} training images, accuracy on {seen}{last}"
