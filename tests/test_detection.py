@@ -20,11 +20,11 @@ from hetdpt.data.batches import OrderedBatches, RandomBatches
 from hetdpt.data.views import Loading, Share
 from hetdpt.tasks import detector as detector_module
 from hetdpt.tasks.annotated import AnnotatedBatch, Target
-from hetdpt.tasks.average_precision import DetectionScores, Found, average_precision, measure_detection
 from hetdpt.tasks.backbone import Backbone
 from hetdpt.tasks.boxes import BoxView, CocoBoxes, Objects, open_boxes
 from hetdpt.tasks.detector import Detector, DetectorConfig, detect, look_forward_twice
 from hetdpt.tasks.hybrid import Answer, MatchedLoss, Weights, repeated
+from hetdpt.tasks.scores import DetectionScores, Found, average_precision, measure_detection
 
 HALF = (0.5, 0.5, 0.5)
 PLAIN = Preprocessing(input_size=(3, 32, 32), mean=HALF, std=HALF, interpolation="bilinear")

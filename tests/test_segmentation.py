@@ -32,7 +32,7 @@ from hetdpt.tasks.annotated import AnnotatedBatch, AnnotatedSource
 from hetdpt.tasks.backbone import Backbone
 from hetdpt.tasks.learning import LearnConfig, build, learn
 from hetdpt.tasks.masks import IGNORED, MaskAugmentation, MaskView, classes_of_pixels, open_masks
-from hetdpt.tasks.overlap import OverlapScores, count, measure_segmentation
+from hetdpt.tasks.scores import OverlapScores, count, measure_segmentation
 from hetdpt.tasks.segmenter import CLASSES_AT_ONCE, Segmenter, SegmenterConfig, _best, pixel_loss, segment
 
 HALF = (0.5, 0.5, 0.5)
@@ -627,7 +627,7 @@ from hetdpt.data.batches import OrderedBatches, RandomBatches
 from hetdpt.data.views import Loading
 from hetdpt.data.views import Share
 from hetdpt.tasks.masks import MaskView
-from hetdpt.tasks.overlap import measure_segmentation
+from hetdpt.tasks.scores import measure_segmentation
 rank, folder = int(sys.argv[1]), Path(sys.argv[2])
 dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
 source = val_of(folder)

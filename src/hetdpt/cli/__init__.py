@@ -14,7 +14,6 @@ import click
 
 from hetdpt.cli import (
     collect,
-    compare,
     explain,
     models,
     observe,
@@ -68,7 +67,7 @@ app = Commands(
             "collect": collect.collect,
             "predict": predict.predict,
             "select": select.select,
-            "compare": compare.compare,
+            "compare": select.compare,
             "train": training.train,
             "recover": training.recover,
             "recipes": training.recipes,

@@ -24,8 +24,6 @@ from hetdpt.core.styles import PRESETS
 
 WIDTH = 100  # columns of a help page at most
 MAIN = "Options"  # the title of the options that a command does not share
-
-
 NOTHING_SPECIAL: dict[str, Any] = {
     "flag": "", "least": None, "type": None, "is_argument": False, "shows_default": True, "panel": "", "help": "",
     "settings": (),
@@ -254,9 +252,7 @@ Titles = Mapping[str, Mapping[str, Callable[..., None] | click.Command]]
 class Commands(click.Group):
     """Commands under titles; each is a function of its options."""
 
-    def __init__(
-        self, name: str, help: str, functions: Mapping[str, Mapping[str, Callable[..., None] | click.Command]]
-    ) -> None:
+    def __init__(self, name: str, help: str, functions: Titles) -> None:
         self.titles = functions
         commands = {
             name: function if isinstance(function, click.Command) else OptionsCommand(name, function)
@@ -272,8 +268,6 @@ class Commands(click.Group):
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         for title, part in self.titles.items():
             with formatter.section(title):
-                formatter.write_dl([(name, _first_line(self.commands[name].help)) for name in part])
-
-
-def _first_line(text: str | None) -> str:
-    return (text or "").strip().partition("\n")[0]
+                formatter.write_dl(
+                    [(name, (self.commands[name].help or "").strip().partition("\n")[0]) for name in part]
+                )

@@ -10,6 +10,7 @@ import click
 from hetdpt.cli.command import option
 from hetdpt.cli.options import DeviceOptions, ImageOptions, ModelOptions, OutputOptions, OverwriteOptions
 from hetdpt.cli.show import print_, table
+from hetdpt.core.plan import KINDS
 from hetdpt.core.styles import STYLES
 
 if TYPE_CHECKING:
@@ -64,8 +65,7 @@ def _write(found: ScanTable, out: Path, overwrite: bool) -> None:
 
 
 def _print(found: ScanTable) -> None:
-    kinds: tuple[Kind, ...] = ("attention", "activation")
-    for kind in kinds:
+    for kind in KINDS:
         if chosen := [site for site in found.sites if site.kind == kind]:
             _print_kind(found, kind, chosen)
     measure = "KL to the dense answers, in nats" if found.is_classifier else "part of the features that is lost"
@@ -102,7 +102,7 @@ def _print_kind(found: ScanTable, kind: Kind, sites: list[Site]) -> None:
     lines.show_edge = False  # so that it fits in 120 columns
     for site in sites:
         of = {row.style: row for row in found.of(site)}
-        cells = [str(site.block), _entropy(of, styles)]
+        cells = [str(site.block), _short(of[styles[0]].te) if styles[0] in of else "-"]
         for style in styles:
             row = of.get(style)
             cells += [_damage(found, row), _r2(row)] if style in fitted else [_damage(found, row)]
@@ -110,10 +110,6 @@ def _print_kind(found: ScanTable, kind: Kind, sites: list[Site]) -> None:
             cells += _savings(found, of.get(style))
         lines.add_row(*cells)
     print_(lines)
-
-
-def _entropy(of: dict[str, ScanRow], styles: list[str]) -> str:
-    return _short(of[styles[0]].te) if styles[0] in of else "-"
 
 
 def _damage(found: ScanTable, row: ScanRow | None) -> str:

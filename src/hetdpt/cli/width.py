@@ -56,6 +56,7 @@ def width(options: WidthOptions) -> None:
     from hetdpt.export.saved import RECIPE, save
     from hetdpt.measurement.costs import Costs
     from hetdpt.reduce.width.narrow import WidthConfig, narrow_to
+    from hetdpt.reduce.width.scores import sizes_of
     from hetdpt.store.atomic import require_new
     from hetdpt.surgery.merge import merge_
     from hetdpt.surgery.record import survey_of
@@ -84,7 +85,7 @@ def width(options: WidthOptions) -> None:
         models = {"before": network, "after": narrow}
         scores = _scores(models, val, options, display) if val else {}
     costs = {"before": before, "after": Costs.of(narrow, size)}
-    sizes = _sizes(models)
+    sizes = {name: sizes_of(network) for name, network in models.items()}
     save(narrow.cpu(), out, overwrite=options.overwrite)
     if options.as_json:
         return print_json(directory=str(out), **_plain(found, sizes, costs, scores))
@@ -143,12 +144,6 @@ def _scores(models: dict[str, nn.Module], val: Data, options: WidthOptions, disp
         name: evaluate(network, val, **reading, progress=display.counter(f"accuracy {name}"))
         for name, network in models.items()
     }
-
-
-def _sizes(models: dict[str, nn.Module]) -> dict[str, Sizes]:
-    from hetdpt.reduce.width.scores import sizes_of
-
-    return {name: sizes_of(network) for name, network in models.items()}
 
 
 def _plain(

@@ -162,6 +162,15 @@ def listed(items: Iterable[object]) -> str:
     return f"{', '.join(others)} and {last}" if others else last
 
 
+def sides(size: Iterable[int]) -> str:
+    """Return the sides of an image, such as height and width.
+
+    >>> sides((224, 224))
+    '224 x 224'
+    """
+    return " x ".join(map(str, size))
+
+
 def layers(attention: int, activation: int) -> str:
     """Return the number of layers of each kind.
 

@@ -100,7 +100,10 @@ class TrainingBatches:
         transform = training_transform(preprocessing, augmentation)
         self._batches: RandomBatches | StreamTraining
         if isinstance(source, Stream):
-            _check_streamable(augmentation)
+            if augmentation.repeats > 1 or augmentation.fixed_views:
+                raise DataError(
+                    "a stream of shards has neither repeats nor fixed views; set repeats to 1 and fixed_views off"
+                )
             self._batches = StreamTraining(source, preprocessing, transform, loading)
             _require_batch(len(self._batches), self.count, loading)
         else:
@@ -184,8 +187,3 @@ def _require_batch(length: int, count: int, loading: Loading) -> None:
     where, largest = f" on each of {world} processes" if world > 1 else "", count // world
     hint = f"use a batch size of at most {largest}" if largest else f"use at most {count} processes"
     raise DataError(f"{count} images do not fill a batch of {loading.batch_size}{where}; {hint}")
-
-
-def _check_streamable(augmentation: Augmentation) -> None:
-    if augmentation.repeats > 1 or augmentation.fixed_views:
-        raise DataError("a stream of shards has neither repeats nor fixed views; set repeats to 1 and fixed_views off")

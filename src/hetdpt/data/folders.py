@@ -6,10 +6,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from PIL.Image import Image
-
 from hetdpt.core.errors import DataError
-from hetdpt.data.listed import Listed, decode
+from hetdpt.data.listed import Listed, read_item
 from hetdpt.data.table import FORMS
 
 SPLITS = {"train": ("train", "training"), "val": ("val", "validation", "valid", "eval", "test")}
@@ -54,7 +52,7 @@ def open_folder(name: str, split: str, root: Path | None, download: bool) -> Lis
         raise DataError(f"{place} has images outside its class folders, for example {_image_in(place, reader)}")
     _check_no_class_is_empty(place, set(reader.class_to_idx))
     labels = [label for _, label in reader.samples]
-    return Listed(tuple(reader.class_to_idx), labels, partial(_read, reader), partial(_name, reader))
+    return Listed(tuple(reader.class_to_idx), labels, partial(read_item, reader), partial(_name, reader))
 
 
 def _folders_in(folder: Path) -> list[str]:
@@ -81,10 +79,6 @@ def _check_no_class_is_empty(place: Path, classes: set[str]) -> None:
 
 def _image_in(place: Path, reader: Any) -> str:
     return next(Path(name).name for name, label in reader.samples if label == reader.class_to_idx[""])
-
-
-def _read(reader: Any, index: int) -> Image:
-    return decode(reader[index][0])
 
 
 def _name(reader: Any, index: int) -> str:

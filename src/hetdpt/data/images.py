@@ -38,7 +38,7 @@ def open_images(name: str, *, root: Path | None = None, download: bool = False) 
     folders = [str(Path(file).parent) for file in files]
     classes = sorted(set(folders))
     numbers = {inner: number for number, inner in enumerate(classes)}
-    return Listed(tuple(classes), [numbers[inner] for inner in folders], partial(_read, files), partial(_name, files))
+    return Listed(tuple(classes), [numbers[inner] for inner in folders], partial(_read, files), files.__getitem__)
 
 
 def images_in(folder: Path) -> list[str]:
@@ -61,10 +61,6 @@ def _images_below(folder: Path) -> Iterator[str]:
 
 def _read(files: list[str], index: int) -> Image:
     return decode(Path(files[index]).open("rb"))
-
-
-def _name(files: list[str], index: int) -> str:
-    return files[index]
 
 
 def picture_files(names: Sequence[str | Path], first: int) -> list[Path]:

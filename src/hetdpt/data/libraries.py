@@ -12,7 +12,7 @@ from PIL import Image
 
 from hetdpt.core.errors import DataError, first_line
 from hetdpt.data.folders import choose_split
-from hetdpt.data.listed import Listed, decode
+from hetdpt.data.listed import Listed, read_item
 from hetdpt.data.subset import balanced_order
 
 CACHE = Path("~/.cache/hetdpt/data")
@@ -58,7 +58,7 @@ def open_hfds(name: str, split: str, root: Path | None, download: bool) -> Liste
         raise DataError(f"hfds/{name} cannot be opened: {first_line(error)}") from None
     labels = list(reader.dataset[label])
     name_of = partial(_name_hfds, reader, f"hfds/{name} {chosen}")
-    return Listed(tuple(features[label].names), labels, partial(_read_hfds, reader), name_of)
+    return Listed(tuple(features[label].names), labels, partial(read_item, reader), name_of)
 
 
 def _column(name: str, features: dict[str, Any], usual: str, kind: str) -> str:
@@ -77,10 +77,6 @@ def _column(name: str, features: dict[str, Any], usual: str, kind: str) -> str:
 def _read_torch(dataset: Any, index: int) -> Image.Image:
     image: Image.Image = dataset[index][0]
     return image
-
-
-def _read_hfds(reader: Any, index: int) -> Image.Image:
-    return decode(reader[index][0])
 
 
 def _name_hfds(reader: Any, where: str, index: int) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from PIL import Image
 
@@ -71,6 +71,11 @@ def decode(file: IO[bytes]) -> Image.Image:
         with Image.open(file) as image:
             image.load()
             return image
+
+
+def read_item(reader: Any, index: int) -> Image.Image:
+    """Return the image of an item of a timm ``reader``."""
+    return decode(reader[index][0])
 
 
 def decode_file(path: str) -> Image.Image:

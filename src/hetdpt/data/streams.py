@@ -230,9 +230,6 @@ class StreamEvaluation:
         return Batch(torch.zeros(self._batch_size, *self._preprocessing.input_size), nothing, nothing)
 
 
-Sample = tuple[Tensor, int]
-
-
 def _load(
     views: StreamViews, batch_size: int, workers: int, collate: partial[Batch | DataError], seed: int
 ) -> Iterator[Batch]:
@@ -250,7 +247,7 @@ def _load(
         yield batch
 
 
-def _collate(num_classes: int, batch_size: int, samples: list[Sample]) -> Batch | DataError:
+def _collate(num_classes: int, batch_size: int, samples: list[tuple[Tensor, int]]) -> Batch | DataError:
     """Return a batch padded to its size, or the error, which the main process raises."""
     views, labels = [view for view, _ in samples], [label for _, label in samples]
     try:

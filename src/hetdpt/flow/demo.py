@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,11 +19,11 @@ from hetdpt.data.sources import open_data
 from hetdpt.data.subset import hold_out
 from hetdpt.export.saved import DEMO, save
 from hetdpt.flow.config import RunConfig
+from hetdpt.flow.execution import Execution
 from hetdpt.flow.recipes import quick
 from hetdpt.training.config import TrainConfig
 from hetdpt.training.objective import Distillation
 from hetdpt.training.recover import RecoverConfig, recover
-from hetdpt.training.trainer import Progress
 
 SIDE = 24  # pixels
 THREADS = 2  # of the training, on any machine: another number adds up in another order
@@ -84,7 +83,8 @@ def train_model(
     model, data, accuracy = _untrained(config.training.seed), open_data(DEMO), 0.0
     data = replace(hold_out(data), val=data.val)
     with _threads(THREADS):
-        for epoch in recover(model, None, data, config, device="cpu", watch=partial(_tell, progress)):
+        watch = Execution(progress=progress).watcher("training the dense model")
+        for epoch in recover(model, None, data, config, device="cpu", watch=watch):
             assert epoch.last is not None
             accuracy = epoch.last
     save(model, directory, overwrite=True)
@@ -116,8 +116,3 @@ def _untrained(seed: int) -> nn.Module:
     half = (0.5, 0.5, 0.5)
     vars(model)[PREPROCESSING] = Preprocessing(input_size=(3, SIDE, SIDE), mean=half, std=half)
     return model
-
-
-def _tell(progress: StageProgress | None, now: Progress) -> None:
-    if progress:
-        progress("training the dense model", now.update, now.updates)

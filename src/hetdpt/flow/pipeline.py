@@ -84,7 +84,7 @@ def run(
     """
     config, flow = config.located(), _flow(config, redo, until)
     processes = start(config.recovery.training.precision, config.device)
-    tell = watch if watch and processes.is_main_process else _silent
+    tell = watch if watch and processes.is_main_process else lambda _: None
     model, data = inputs or open_inputs(config)
     known_by = _known_by(config, model, data)
     context = RunContext(config, model.to(processes.device), data, known_by, processes, tell)
@@ -149,7 +149,3 @@ def open_inputs(config: RunConfig) -> tuple[nn.Module, Data]:
 def _known_by(config: RunConfig, model: nn.Module, data: Data) -> dict[str, Any]:
     samples = read_samples(config.samples, survey_of(model).anatomy.blocks) if config.samples else None
     return identities(model, data, samples)
-
-
-def _silent(_: Event) -> None:
-    pass

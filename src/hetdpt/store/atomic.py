@@ -37,6 +37,14 @@ def require_new(target: Path, overwrite: bool = False, marker: str | None = None
         )
 
 
+def make_directory(directory: Path) -> None:
+    """Create ``directory`` unless it exists; ``FileError`` if that is impossible."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise FileError(f"{directory} cannot be written: {error.strerror}; give another path") from None
+
+
 @contextmanager
 def new_directory(target: Path, marker: str, overwrite: bool = False) -> Iterator[Path]:
     """Yield a scratch directory that becomes ``target`` when the block ends, all at once or not at all.
@@ -176,7 +184,7 @@ def find_sealed(file: Path, way_out: str, make: Callable[[dict[str, Any]], T]) -
 
 def sealed(values: dict[str, Any]) -> dict[str, Any]:
     """Return ``values`` with a checksum of themselves."""
-    return {**values, CHECKSUM: _seal(values)}
+    return {**values, CHECKSUM: checksum(values)}
 
 
 def unsealed(values: Any) -> dict[str, Any]:
@@ -185,11 +193,12 @@ def unsealed(values: Any) -> dict[str, Any]:
     >>> unsealed(sealed({"a": 1}))
     {'a': 1}
     """
-    if not isinstance(values, dict) or values.pop(CHECKSUM, None) != _seal(values):
+    if not isinstance(values, dict) or values.pop(CHECKSUM, None) != checksum(values):
         raise ValueError("its checksum does not match")
     return values
 
 
-def _seal(values: Any) -> str:
+def checksum(values: Any) -> str:
+    """Return the SHA-256 of ``values`` as JSON."""
     values = json.loads(json.dumps(values))  # numbers that are keys become texts, and are sorted as such
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()

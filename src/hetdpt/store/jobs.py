@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -83,7 +83,7 @@ class Finished(Generic[Subject, Result]):
 
 def read_result(file: Path, kind: Any) -> Any:
     """Return the value of type ``kind`` in the file of a task; None if there is no file, ``FileError`` if it is bad."""
-    return find_sealed(file, "remove it to have it made again", partial(_validated, kind))
+    return find_sealed(file, "remove it to have it made again", _adapter(kind).validate_python)
 
 
 def run_tasks(
@@ -122,10 +122,6 @@ def _claim(directory: Path, ready: Iterable[Task[Subject, Result]]) -> tuple[Tas
         if claim := Claim.take(directory, task.key):
             return task, claim
     return None
-
-
-def _validated(kind: Any, values: dict[str, Any]) -> Any:
-    return _adapter(kind).validate_python(values)
 
 
 @cache

@@ -18,7 +18,7 @@ from typing import Any
 from uuid import uuid4
 
 from hetdpt.core.errors import FileError
-from hetdpt.store.atomic import find_sealed_json, flush, require_new, write_json, write_sealed_json
+from hetdpt.store.atomic import find_sealed_json, flush, make_directory, require_new, write_json, write_sealed_json
 from hetdpt.store.checkpoints import CHECKPOINTS, Checkpoints
 from hetdpt.store.config_diff import first_difference, read_json
 from hetdpt.store.lock import alone
@@ -118,24 +118,17 @@ def _make(directory: Path) -> None:
         raise FileError(_NOT_A_RUN.format(directory))
     if not directory.is_dir():
         require_new(directory)
-    _make_directory(directory)
+    make_directory(directory)
     for scratch in scratches:
         scratch.unlink(missing_ok=True)
 
 
 def _make_shared(directory: Path) -> None:
     """Create a directory unless another process just did; its first file is the first to appear."""
-    _make_directory(directory)
+    make_directory(directory)
     others = [file for file in directory.iterdir() if not file.name.startswith(f".{RUN}.")]
     if others and not (directory / RUN).is_file():
         raise FileError(_NOT_A_RUN.format(directory))
-
-
-def _make_directory(directory: Path) -> None:
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise FileError(f"{directory} cannot be written: {error.strerror}; give another path") from None
 
 
 def _require_same(file: Path, asked: dict[str, Any]) -> None:

@@ -16,7 +16,6 @@ stages there are is known to whoever runs them, not here.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 import time
@@ -28,7 +27,16 @@ from pathlib import Path
 from typing import Any
 
 from hetdpt.core.errors import FileError, first_line
-from hetdpt.store.atomic import find_sealed_json, parse_json, require_new, sha256, write_sealed_json, write_text
+from hetdpt.store.atomic import (
+    checksum,
+    find_sealed_json,
+    make_directory,
+    parse_json,
+    require_new,
+    sha256,
+    write_sealed_json,
+    write_text,
+)
 from hetdpt.store.config_diff import first_difference, read_json
 from hetdpt.store.lock import alone
 
@@ -231,10 +239,7 @@ def _make(run: Path) -> None:
         raise FileError(f"{run} is a file; give a directory for the run")
     if not run.is_dir():
         require_new(run)
-    try:
-        run.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise FileError(f"{run} cannot be written: {error.strerror}; give another path") from None
+    make_directory(run)
     others = [file for file in run.iterdir() if not file.name.startswith(f".{FLOW}.")]  # which a kill has left
     if others and not (run / FLOW).is_file():
         raise FileError(f"{run} is not empty and is not a hetdpt run directory; give a new or an empty directory")
@@ -304,8 +309,3 @@ class Clock:
         done.write()
         (self.record.directory / NOW).unlink(missing_ok=True)
         return done
-
-
-def checksum(values: Any) -> str:
-    """Return the SHA-256 of plain JSON."""
-    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from hetdpt.adapters.anatomy import Handle
 from hetdpt.core.errors import DataError
+from hetdpt.core.format import sides
 from hetdpt.core.modules import Peeked, memory_advice, require_more_than_once
 from hetdpt.core.plan import KINDS, Measurement, Plan, Site
 from hetdpt.core.styles import PRESETS, STYLES, styles_for
@@ -296,7 +297,7 @@ def _compare(
     judged = Peeked(judge, model, PURPOSE)
     first = judged.first
     if first.shape[1:] != size:
-        raise DataError(f"the images to judge on are {_spell(first.shape[1:])} but those to fit on {_spell(size)}")
+        raise DataError(f"the images to judge on are {sides(first.shape[1:])} but those to fit on {sides(size)}")
     side_by_side = CachedVariants(model, variants, Probe(), first, memory)
     damages = {key: Damage.to(model) for key in variants}
     spreads: dict[Variant | None, Spread] = {key: Spread() for key in (None, *variants)}
@@ -322,10 +323,6 @@ def _compare(
         uninformed.value,
         spreads[None].count,
     )
-
-
-def _spell(size: Iterable[int]) -> str:
-    return " x ".join(map(str, size))
 
 
 def _macs_saved(

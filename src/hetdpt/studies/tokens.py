@@ -24,6 +24,7 @@ from hetdpt.adapters.identity import fingerprint
 from hetdpt.adapters.models import input_size_of, num_classes_of
 from hetdpt.adapters.trace import dry_run
 from hetdpt.core.errors import DataError, MeasureError, ModelError, PlanError
+from hetdpt.core.format import sides
 from hetdpt.core.modules import clone, find_device
 from hetdpt.core.plan import Budget, Measurement
 from hetdpt.core.tokens import Tokens
@@ -298,7 +299,7 @@ def _require_comparable(models: Mapping[str, nn.Module]) -> None:
     for name, size in sizes.items():
         if size != sizes[first]:
             raise ModelError(
-                f"{first} takes images of {_spell(sizes[first])}, but {name} of {_spell(size)}; models are timed on "
+                f"{first} takes images of {sides(sizes[first])}, but {name} of {sides(size)}; models are timed on "
                 "the same images, so give those of one size"
             )
         record = record_of(models[name])
@@ -317,10 +318,6 @@ def _chosen(data: Data, config: TokensConfig, models: Mapping[str, nn.Module]) -
     if config.fraction is None and config.per_class is None:
         return data
     return replace(data, val=subset(data.val, fraction=config.fraction, per_class=config.per_class))
-
-
-def _spell(size: tuple[int, ...]) -> str:
-    return " x ".join(map(str, size))
 
 
 def _words(tokens: Tokens) -> str:

@@ -13,6 +13,7 @@ from hetdpt.adapters.features import feature_maps
 from hetdpt.adapters.models import input_size_of
 from hetdpt.adapters.trace import dry_run
 from hetdpt.core.errors import DataError, ModelError, first_line
+from hetdpt.core.format import sides
 from hetdpt.surgery.resize import resize_
 
 SCALES = (4.0, 2.0, 1.0, 0.5)
@@ -135,7 +136,7 @@ class Backbone(nn.Module):
             if tuple(images.shape[1:]) == self.input_size:
                 raise
             raise DataError(
-                f"this backbone takes images of {_spell(self.input_size)}, but got {_spell(tuple(images.shape[1:]))}: "
+                f"this backbone takes images of {sides(self.input_size)}, but got {sides(tuple(images.shape[1:]))}: "
                 f"{first_line(error)}; resize them, or make the backbone with size=(height, width)"
             ) from error
 
@@ -190,14 +191,10 @@ def _strides(size: Sequence[int], shapes: Sequence[tuple[int, ...]]) -> tuple[fl
     return tuple(strides)
 
 
-def _check_map(sides: Sequence[int], stride: float, size: tuple[int, int, int]) -> None:
-    if min(sides) < 2:
-        least = _spell((round(2 * stride),) * 2)
+def _check_map(shape: Sequence[int], stride: float, size: tuple[int, int, int]) -> None:
+    if min(shape) < 2:
+        least = sides((round(2 * stride),) * 2)
         raise ModelError(
-            f"a pyramid needs 2 x 2 patches or more, but images of {_spell(size[1:])} pixels have {_spell(sides)}; "
+            f"a pyramid needs 2 x 2 patches or more, but images of {sides(size[1:])} pixels have {sides(shape)}; "
             f"use images of at least {least}"
         )
-
-
-def _spell(size: Sequence[int]) -> str:
-    return " x ".join(str(side) for side in size)

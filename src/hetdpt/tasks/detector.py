@@ -81,18 +81,8 @@ class DetectorConfig:
     """Maximum number of objects reported for an image."""
 
     def __post_init__(self) -> None:
-        counts = (
-            "width",
-            "heads",
-            "points",
-            "hidden",
-            "encoder_layers",
-            "decoder_layers",
-            "maps",
-            "queries",
-            "repeats",
-        )
-        for name in (*counts, "detections"):
+        sizes = ("width", "heads", "points", "hidden", "encoder_layers", "decoder_layers")
+        for name in (*sizes, "maps", "queries", "repeats", "detections"):
             _require(getattr(self, name) >= 1, f"{name} is {getattr(self, name)}; it must be 1 or more")
         for name in ("further_maps", "extra_queries", "extra_weight", "label_weight", "box_weight", "overlap_weight"):
             _require(getattr(self, name) >= 0, f"{name} is {getattr(self, name)}; it must be 0 or more")

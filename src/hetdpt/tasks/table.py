@@ -9,12 +9,11 @@ from typing import Any
 from hetdpt.adapters.preprocessing import Preprocessing
 from hetdpt.core.errors import TrainError
 from hetdpt.tasks.annotated import AnnotatedData, AnnotatedView
-from hetdpt.tasks.average_precision import measure_detection
 from hetdpt.tasks.boxes import BoxView, open_boxes
 from hetdpt.tasks.detector import Detector, DetectorConfig
 from hetdpt.tasks.masks import MaskView, open_masks
 from hetdpt.tasks.model import TaskModel, TaskScores
-from hetdpt.tasks.overlap import measure_segmentation
+from hetdpt.tasks.scores import measure_detection, measure_segmentation
 from hetdpt.tasks.segmenter import Segmenter, SegmenterConfig
 from hetdpt.training.config import TrainConfig
 

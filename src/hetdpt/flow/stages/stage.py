@@ -23,7 +23,8 @@ from hetdpt.flow.execution import Execution
 from hetdpt.results import from_json, to_json
 from hetdpt.selection.predictor.polynomial import Row
 from hetdpt.selection.predictor.rows import plain_rows
-from hetdpt.store.stage_directory import STAGE, WORK, Asked, Clock, StageRecord, begin, checksum, stage_directory
+from hetdpt.store.atomic import checksum
+from hetdpt.store.stage_directory import STAGE, WORK, Asked, Clock, StageRecord, begin, stage_directory
 from hetdpt.training.processes import Accelerator
 
 if TYPE_CHECKING:

@@ -33,6 +33,7 @@ from hetdpt.data.fixed_batches import ImageBatches, LabelledBatches
 from hetdpt.data.sources import Data
 from hetdpt.export.saved import load, save
 from hetdpt.flow.config import RunConfig
+from hetdpt.flow.execution import fitting_images
 from hetdpt.flow.stages.budget import held_out, require_possible
 from hetdpt.flow.stages.width import depths_of
 from hetdpt.measurement.accuracy import BATCH
@@ -353,10 +354,8 @@ class Trials:
 
     def _images(self, count: int) -> ImageBatches:
         """Return so many training images, or as many as a run looks at, read already."""
-        if self.data.train is None:
-            raise DataError("layers are chosen on training images; open the data with the split train")
-        count, wants = min(count, self.config.images), preprocessing_of(self.model)
-        images = ImageBatches(self.data.train, wants, count=count, workers=self.config.workers)
+        count = min(count, self.config.images)
+        images = fitting_images(self.model, self.data, count, workers=self.config.workers)
         for _ in images:
             pass
         return images
