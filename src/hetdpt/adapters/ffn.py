@@ -94,14 +94,9 @@ def _leads_only_to(reading: Reading, one: Call, two: Call) -> bool:
     return is_read and all(two.start <= reader < two.stop for reader in reading.consumers[node or 0])
 
 
-def _tail(reading: Reading, branch: Branch, second: Call) -> frozenset[int]:
-    """Return the nodes between ``second`` and the residual sum; none where they have another source too."""
-    return reading.between(second.output_node or 0, branch.end)
-
-
 def _is_only_way_out(reading: Reading, branch: Branch, second: Call) -> bool:
     """Whether the branch passes on only the output of ``second``, possibly scaled or normalised."""
-    return second.output_node == branch.end or bool(_tail(reading, branch, second))
+    return second.output_node == branch.end or bool(reading.between(second.output_node or 0, branch.end))
 
 
 def _with_neighbours(reading: Reading, branch: Branch, first: Call, activation: Call, second: Call) -> Ffn:

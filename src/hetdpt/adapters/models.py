@@ -309,7 +309,7 @@ def _build_hf(base: Base) -> nn.Module:
 
 
 def _hf_arguments(config: Any) -> dict[str, Any]:
-    arguments = _plain(settings_of(config))
+    arguments: dict[str, Any] = json.loads(json.dumps(settings_of(config), default=str))  # plain JSON
     if config._attn_implementation == "eager":  # others compute the same, and need not be available later
         arguments["attn_implementation"] = "eager"
     return arguments
@@ -409,9 +409,3 @@ def _check_divisible(model: nn.Module, img_size: int) -> None:
         low = img_size // side * side
         near = f"{low} or {low + side}" if low else f"{side}"
         raise ModelError(f"image size {img_size} is not a multiple of the patch size {side}; use {near}")
-
-
-def _plain(values: dict[str, Any]) -> dict[str, Any]:
-    """Return ``values`` after a JSON round trip."""
-    plain: dict[str, Any] = json.loads(json.dumps(values, default=str))
-    return plain

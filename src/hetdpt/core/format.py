@@ -67,12 +67,13 @@ def times(value: float | None, digits: int = 2, sign: str = "×") -> str:
 def amount(value: float | None, decimals: int | None = None) -> str:
     """Return a large number with a unit, in three digits or with so many ``decimals``.
 
-    >>> amount(3219068928), amount(41e6), amount(610000), amount(12), amount(17563828224, 2)
-    ('3.22 G', '41.0 M', '610 k', '12.0', '17.56 G')
+    >>> amount(3219068928), amount(41e6), amount(610000), amount(12), amount(17563828224, 2), amount(999.7e6)
+    ('3.22 G', '41.0 M', '610 k', '12.0', '17.56 G', '1.00 G')
     """
     if not _is_known(value):
         return NONE
-    size, unit = next(((size, unit) for size, unit in UNITS if abs(value) >= size), (1.0, ""))
+    least = 0.9995 if decimals is None else 1.0  # of a unit: in three digits, more is rounded to 1
+    size, unit = next(((size, unit) for size, unit in UNITS if abs(value) >= least * size), (1.0, ""))
     return (f"{value / size:#.3g}".rstrip(".") if decimals is None else f"{value / size:.{decimals}f}") + unit
 
 
@@ -88,12 +89,12 @@ def milliseconds(value: float) -> str:
 def number(value: float | None) -> str:
     """Return a number in three digits.
 
-    >>> number(12.3456), number(1234.5), number(0.0001)
-    ('12.3', '1,234', '0.0001')
+    >>> number(12.3456), number(1234.5), number(0.0001), number(999.7)
+    ('12.3', '1,234', '0.0001', '1,000')
     """
     if not _is_known(value):
         return NONE
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+    return f"{value:,.0f}" if abs(value) >= 999.5 else f"{value:.3g}"
 
 
 def change(before: float, after: float) -> str:

@@ -84,7 +84,7 @@ class Goal:
     """One kind of goal."""
 
     name: str
-    """Setting, option (``--name``) and keyword of ``allocate``."""
+    """Setting, option (``--name``), keyword of ``allocate``, and the attribute of ``Measures`` that is compared."""
     metavar: str
     example: str
     help: str
@@ -93,8 +93,6 @@ class Goal:
     """From an amount as text to the goal in words."""
     show: Callable[[float], str]
     """From a reached value to words."""
-    measure: str = ""
-    """The attribute of ``Measures`` that is compared; the name of the goal by default."""
     is_count: bool = False
     """Whether it is a whole number, 0 included."""
     is_cost: bool = False
@@ -103,11 +101,7 @@ class Goal:
     @property
     def is_timed(self) -> bool:
         """Whether models have to run to tell whether it is met."""
-        return self.quantity in ("ms", "speedup")
-
-    @property
-    def quantity(self) -> str:
-        return self.measure or self.name
+        return self.name in ("ms", "speedup")
 
     @property
     def is_bound(self) -> bool:
@@ -165,7 +159,7 @@ class Goal:
 
     def reached(self, found: Measures) -> float | None:
         """Return the quantity of ``found`` that is compared; None if it is not known."""
-        value: float | None = getattr(found, self.quantity)
+        value: float | None = getattr(found, self.name)
         return value
 
     def excess(self, reached: float, wanted: float) -> float:

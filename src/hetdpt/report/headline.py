@@ -73,8 +73,8 @@ def difference(measured: MeasureResult) -> str:
     count = measured.pruned.accuracy.count
     points = measured.pruned.accuracy.top1 - measured.dense.accuracy.top1
     images = round(abs(points) * count / 100)
-    more = "more are right" if points > 0 else "fewer are right" if images else "as many are right"
-    return f"Of {count:,} images, {f'{images:,} {more}' if images else more}."
+    more = f"{images:,} {'more' if points > 0 else 'fewer'}" if images else "as many"
+    return f"Of {count:,} images, {more} are right."
 
 
 def doubt(measured: MeasureResult) -> str:

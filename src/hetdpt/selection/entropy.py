@@ -18,8 +18,9 @@ from hetdpt.core.errors import DataError, ModelError, PlanError
 from hetdpt.core.modules import Peeked, memory_advice, require_more_than_once
 from hetdpt.core.plan import KINDS, Kind, Removal, Site
 from hetdpt.core.progress import StepProgress
-from hetdpt.surgery.calibrate import is_fitted, variants_of
+from hetdpt.surgery.calibrate import variants_of
 from hetdpt.surgery.prefix_cache import MEMORY, CachedVariants, Probe, ProbeName
+from hetdpt.surgery.record import require_record
 from hetdpt.surgery.remove import ready_for, removable
 
 PURPOSE = "transfer entropy"
@@ -61,7 +62,7 @@ def transfer_entropy(
     """
     images = Peeked(batches, model, PURPOSE)
     base = ready_for(images.first, model, removal)
-    if is_fitted(base):
+    if require_record(base).plan.is_any_fitted:
         require_more_than_once(batches, "twice: to fit the replacements, and to compare")
     variants = variants_of(base, removable(base, sites), images)
     scan = CachedVariants(base, variants, Probe.of(probe, base, images.first, PURPOSE), images.first, memory)

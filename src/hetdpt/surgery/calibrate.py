@@ -119,11 +119,6 @@ def replaced(model: nn.Module, fitted: Fitted) -> nn.Module:
     return fill_(without(model, fitted.site, fitted.fit.style), fitted.site, fitted.values, fitted.fit)
 
 
-def is_fitted(model: nn.Module) -> bool:
-    """Whether the removal of a model that is ``ready`` is fitted on images, for at least one kind of layer."""
-    return require_record(model).plan.is_any_fitted
-
-
 def variants_of(model: nn.Module, sites: Iterable[Site], batches: Iterable[Tensor]) -> dict[Site, nn.Module]:
     """Return a copy of ``model`` without each of ``sites``, by the removal it is ``ready`` for.
 

@@ -127,7 +127,8 @@ def run_block(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if not step.is_last:
         _CURRENT.stream = stream
         return result
-    return _with_tensor(result, stream.put_back())
+    restored = stream.put_back()
+    return (restored, *result[1:]) if isinstance(result, tuple) else restored
 
 
 def _only_tokens(step: TokenStep, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -215,7 +216,3 @@ def _tensor(result: Any) -> Tensor:
     tensor = result[0] if isinstance(result, tuple) else result
     assert isinstance(tensor, Tensor)
     return tensor
-
-
-def _with_tensor(result: Any, tensor: Tensor) -> Any:
-    return (tensor, *result[1:]) if isinstance(result, tuple) else tensor

@@ -67,7 +67,8 @@ class Allocation:
             )
         for degree in self.predictor.rivals:
             rival = self.predictor.with_degree(degree)  # fitted once, for all splits
-            other = min((_at(split, rival) for split in self.table), key=_rank)
+            table = (replace(split, accuracy=rival.predict(split.budget)) for split in self.table)
+            other = min(table, key=_rank)
             if other.budget != best.budget and other.measured is None:
                 found.append(
                     f"the samples do not determine the degree: degree {degree} predicts left-out samples nearly as "
@@ -196,7 +197,7 @@ def _rank(split: Split) -> tuple[float, int, int]:
 
 
 def _require_prices(wanted: Wanted, prices: Prices | None) -> None:
-    needed = [GOALS[name] for name in wanted.conditions if GOALS[name].quantity != "layers"]
+    needed = [GOALS[name] for name in wanted.conditions if name != "layers"]
     if needed and prices is None:
         raise PredictError(
             f"the goal {' and '.join(goal.name for goal in needed)} needs the cost of each layer; give --prices FILE, "
@@ -207,11 +208,6 @@ def _require_prices(wanted: Wanted, prices: Prices | None) -> None:
         raise PredictError(
             f"the goal {timed.name} needs the time of each layer, which these prices do not have; measure them again"
         )
-
-
-def _at(split: Split, predictor: Predictor) -> Split:
-    """Return ``split`` with the accuracy that another predictor predicts."""
-    return replace(split, accuracy=predictor.predict(split.budget))
 
 
 def _is_tied(predictor: Predictor, best: Split, other: Split) -> bool:
