@@ -16,7 +16,7 @@ BAD = ("", "many", "-3", "3,2", "1e", "nan", "inf", "3.2GM", "%", "0%", "101%", 
 
 def test_each_goal_is_a_setting_and_looks_at_something_measured() -> None:
     assert {field.name for field in fields(GoalFields)} == GOALS.keys()
-    assert {goal.quantity for goal in GOALS.values()} <= {field.name for field in fields(Measures)}
+    assert {goal.name for goal in GOALS.values()} <= {field.name for field in fields(Measures)}
 
 
 @every_goal
@@ -42,7 +42,7 @@ def test_what_is_no_goal_is_refused_in_a_sentence(goal: Goal, value: Any) -> Non
 def test_it_is_met_or_missed(goal: Goal) -> None:
     wanted = goal.parse(goal.example).value
     better, worse = (1.1, 0.9) if goal.direction == "at least" else (0.9, 1.1)
-    there, near, far = (Measures(**{goal.quantity: factor * wanted}) for factor in (1.0, better, worse))
+    there, near, far = (Measures(**{goal.name: factor * wanted}) for factor in (1.0, better, worse))
     assert goal.is_met(there, wanted)
     assert goal.is_met(near, wanted) == (goal.direction != "exactly")
     assert not goal.is_met(far, wanted)
@@ -60,8 +60,8 @@ def test_what_is_shown_can_be_asked_for(goal: Goal, factor: float) -> None:
     reached = round(reached) if goal.is_count else reached
     shown = goal.attainable(reached)
     assert shown == pytest.approx(reached, rel=1e-3)  # four digits
-    assert goal.is_met(Measures(**{goal.quantity: reached}), shown)
-    assert goal.show(shown) == show(Measures(**{goal.quantity: reached}))
+    assert goal.is_met(Measures(**{goal.name: reached}), shown)
+    assert goal.show(shown) == show(Measures(**{goal.name: reached}))
 
 
 @every_goal
