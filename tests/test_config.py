@@ -250,9 +250,9 @@ def test_wrong_values_are_refused_by_name(text: str, sentence: str) -> None:
 
 DAMAGED = [
     ("a: [1", ".yaml", "are damaged .*line 1"),
-    ("model: demo\nmodel: other", ".yaml", "model is there twice"),
-    ("recovery: {drop_path: 0.1, drop_path: 0.2}", ".yml", "drop_path is there twice"),
-    ("- model\n- data", ".yaml", "a list is no table of names"),
+    ("model: demo\nmodel: other", ".yaml", "model occurs twice"),
+    ("recovery: {drop_path: 0.1, drop_path: 0.2}", ".yml", "drop_path occurs twice"),
+    ("- model\n- data", ".yaml", "expected a table of names, got a list"),
     ("a: &b\n  c: *b", ".yaml", "are damaged"),
     ("model: !!python/object:os.system x", ".yaml", "are damaged .*could not determine a constructor"),
     ("model =", ".toml", "are damaged .Invalid value"),

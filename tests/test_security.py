@@ -212,7 +212,7 @@ def test_a_bomb_of_aliases_is_refused_at_once(tmp_path: Path, name: str, run: Ru
     file = tmp_path / "config.yaml"
     file.write_text("\n".join([*lines, f"{name}: *a11"]))
     begun = time.monotonic()
-    with pytest.raises(FileError, match="an alias is not taken, write out what it stands for in line 2"):
+    with pytest.raises(FileError, match="aliases are not supported, write out the value in line 2"):
         read_settings(file)
     run("run", "--config", file).is_refused_like(".* are damaged .*; correct them")
     assert time.monotonic() - begun < 10

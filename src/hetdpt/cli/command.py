@@ -78,7 +78,7 @@ class Options:
 
 
 def _type(annotation: str, least: float | None) -> Any:
-    """Return what reads values of a type that is written as ``annotation``: a type of click, or a function."""
+    """Return the parser of a type that is written as ``annotation``: a type of click, or a function."""
     kind = annotation.removesuffix(" | None")
     if kind.startswith("tuple["):
         parts = kind.removeprefix("tuple[").removesuffix("]").split(", ")
@@ -91,7 +91,7 @@ def _type(annotation: str, least: float | None) -> Any:
 
 
 def _number(kind: type, least: float | None) -> Any:
-    """Return what reads a number of at least ``least``; nan is none."""
+    """Return the parser of numbers of at least ``least``; nan is refused."""
 
     def number(text: str) -> Any:
         try:
@@ -109,7 +109,7 @@ def _number(kind: type, least: float | None) -> Any:
 
 
 def _several(read: Any, parts: list[str]) -> Any:
-    """Return what reads values with commas between, as many as ``parts`` unless they end in dots."""
+    """Return the parser of comma-separated values, as many as ``parts`` unless they end in dots."""
 
     def values(text: str) -> Any:
         given = [part.strip() for part in str(text).split(",") if part.strip()]

@@ -66,7 +66,9 @@ def _print(values: dict[str, Any]) -> None:
     print_(_answers(images))
     print_(_likeness(values))
     if values["rows"] == "windows":
-        click.echo("the blocks cut windows: maps are means over the rows of each, and there is none of the whole model")
+        click.echo(
+            "the blocks cut windows: maps are means over the rows of each, and there is no map of the whole model"
+        )
     for measure, found in values["contrast"].items():
         if found:
             click.echo(verdict(measure, found, len(images)))

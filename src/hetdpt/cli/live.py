@@ -1,4 +1,4 @@
-"""How far a command is: drawn in a terminal, a line now and then elsewhere. All of it on stderr."""
+"""The progress of a command: drawn in a terminal, a line now and then elsewhere. All of it on stderr."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ LOSS_EVERY = 1.0  # seconds between two readings of the loss, each of which wait
 PER_SECOND = 4  # times that the display is drawn
 BAR = 30  # columns
 BELOW = 4  # lines of the display under the list of stages
-# How the marks of a stage look, and their likes where the terminal has no such letters.
+# The marks of a stage, and their replacements where the terminal has no such letters.
 DONE, STOPPED, LEFT = ("✓", "+"), ("✗", "x"), ("·", ".")
 
 
 @contextmanager
 def live(is_quiet: bool, as_json: bool) -> Iterator[Display]:
-    """Give the display of a command.
+    """Yield the display of a command.
 
     stdout is left to the results. With ``as_json`` they are one object, so that only a terminal, where a person waits,
     shows progress. ``is_quiet`` hides all progress, but no warning and no result.
@@ -52,23 +52,23 @@ def live(is_quiet: bool, as_json: bool) -> Iterator[Display]:
 
 
 class Display:
-    """Is told how far a command is. This one shows nothing of it."""
+    """Receives the progress of a command. This one shows nothing."""
 
     def __init__(self, as_json: bool) -> None:
         self.as_json, self.now = as_json, RunProgress()
 
     def event(self, event: Event) -> None:
-        """Take an event of a run."""
+        """Receive an event of a run."""
 
     def step(self, text: str, done: int, total: int, left: float | None = None) -> None:
-        """Take that ``done`` of ``total`` steps are done; ``left`` are the seconds left, by the pace so far if None."""
+        """Receive how many steps are done; ``left`` are the seconds left, by the pace so far if None."""
 
     def counter(self, text: str) -> Callable[[int, int], None]:
         """Return ``step`` of one ``text``."""
         return partial(self.step, text)
 
     def training(self, state: Progress) -> None:
-        """Take how far a training is; the loss is read now and then."""
+        """Receive the progress of a training; the loss is read now and then."""
 
     def say(self, line: str) -> None:
         """Print a line of the results on stdout."""
@@ -77,24 +77,23 @@ class Display:
 
 
 class RunProgress:
-    """How far a command is, as far as it was told."""
+    """The progress of a command, as reported so far."""
 
     def __init__(self) -> None:
         self.stages: list[str] = []
         self.words: dict[str, str] = {}
-        """What there is to say of the stages that are done or unchanged."""
+        """What is shown for the stages that are done or unchanged."""
         self.stage = ""
-        """The stage at work; empty between stages, and in commands without stages."""
+        """The running stage; empty between stages, and in commands without stages."""
         self.text, self.done, self.total = "", 0, 0
-        """What is being done, the steps of it that are done, and all of them; 0 where that is not known."""
+        """The current work, its steps that are done, and all its steps; 0 if not known."""
         self.left: float | None = None
-        """Seconds left of it, where they are known."""
+        """Seconds left, if known."""
         self.best = ""
         self.began = self.stage_began = time.monotonic()
         self._pace = Pace()
 
     def take(self, event: Event) -> None:
-        """Take an event of a run."""
         if not event.stage:
             self.stages = event.text.split(",")
             return
@@ -114,13 +113,12 @@ class RunProgress:
             self.stage, self.text, self.total, self.left = "", "", 0, None
 
     def step(self, text: str, done: int, total: int, left: float | None = None) -> None:
-        """Take how many steps are done."""
         pace = self._pace.left(f"{self.stage} {total}" if self.stage else text, done, total)
         self.text, self.done, self.total, self.left = text, done, total, pace if left is None else left
 
     @property
     def line(self) -> str:
-        """How far it is, in words."""
+        """The progress as text."""
         return ", ".join(filter(None, (how_far(self.text, self.done, self.total, self.left), self.best)))
 
 
@@ -140,7 +138,7 @@ class Pace:
 
 
 def how_far(text: str, done: int, total: int, left: float | None) -> str:
-    """Return how far a piece of work is, in words.
+    """Return the progress of a piece of work as text.
 
     >>> how_far("evaluating", 40, 230, left=61.2)
     'evaluating 40/230, 0:01:01 left'
@@ -161,7 +159,7 @@ def _training_text(state: Progress) -> str:
 
 
 class LineDisplay(Display):
-    """Prints a line for each stage and, now and then, how far it is."""
+    """Prints a line for each stage and, now and then, its progress."""
 
     def __init__(self, as_json: bool) -> None:
         super().__init__(as_json)
@@ -196,7 +194,7 @@ class LineDisplay(Display):
 
 
 class TerminalDisplay(Display):
-    """Draws how far the command is in a terminal."""
+    """Draws the progress of the command in a terminal."""
 
     def __init__(self, as_json: bool, console: Console) -> None:
         super().__init__(as_json)
@@ -230,7 +228,7 @@ class TerminalDisplay(Display):
 
 @contextmanager
 def _drawn(console: Console, as_json: bool) -> Iterator[Display]:
-    """Give what draws in a terminal; however it ends, the display is left whole and the cursor visible."""
+    """Yield the display of a terminal; however it ends, the drawing is complete and the cursor visible."""
     from rich.live import Live
 
     display = TerminalDisplay(as_json, console)
@@ -244,7 +242,7 @@ def _drawn(console: Console, as_json: bool) -> Iterator[Display]:
 
 
 class RunDisplay:
-    """The stages of a run with a mark each, and the step at work with a bar; drawn by rich at any width."""
+    """The stages of a run with a mark each, and the running step with a bar; drawn by rich at any width."""
 
     def __init__(self, now: RunProgress) -> None:
         from rich.spinner import Spinner
@@ -265,7 +263,7 @@ class RunDisplay:
             yield _one_line(", ".join(filter(None, (since, now.best))))
 
     def _stages(self, stage: str, room: int, look: int) -> Any:
-        """Return the list of stages; where there is no room for all, those around the one at work."""
+        """Return the list of stages; where there is no room for all, those around the running one."""
         from rich.table import Table
 
         now = self.now

@@ -227,20 +227,20 @@ class TrainingOptions(LoopOptions, panel="Training"):
 
 
 class SteadyOptions(Options, panel="Training"):
-    """More of a training, for the commands that are nothing but one."""
+    """Further settings of a training, for the commands that only train."""
 
     accumulate: Any = option("RecoverConfig.training.accumulate", least=1, shows_default=False)
     clip_grad: Any = option("RecoverConfig.training.clip_grad")
 
 
 class DeviceOptions(Options, panel="Device"):
-    """On what a command runs."""
+    """The device of a command."""
 
     device: Any = option("RunConfig.device")
 
 
 class WorkerOptions(DeviceOptions, panel="Device"):
-    """On what a command runs that reads many images."""
+    """The device and the workers of a command that reads many images."""
 
     workers: Any = option("RunConfig.workers", least=0, shows_default=False)
 
@@ -249,14 +249,14 @@ class WorkerOptions(DeviceOptions, panel="Device"):
         return workers_of(self.workers)
 
     def execution(self, display: Display, **more: Any) -> Execution:
-        """Return how this process works: its device, the processes that read images, and what it tells."""
+        """Return how this process works: its device, the processes that read images, and how it reports progress."""
         from hetdpt.flow.execution import Execution
 
         return Execution(device=self.device, workers=self.worker_count, progress=display.step, **more)
 
 
 class WorkOptions(WorkerOptions, panel="Device"):
-    """On what a command runs that trains, and how often it keeps its state."""
+    """The device, the workers and the checkpoints of a command that trains."""
 
     minutes: Any = option("RunConfig.minutes", flag="--checkpoint-minutes", least=0, default=10.0)
 
@@ -282,7 +282,7 @@ def read_plan(name: str) -> Plan:
 def with_removal(plan: Plan, removal: Any, usual: str) -> Plan:
     """Return ``plan`` with the ``removal`` given; without one, with its own, or the ``usual`` one instead of ``plain``.
 
-    A plan that names no removal is ``plain``, so that a file cannot ask for that word.
+    A plan that names no removal is ``plain``, so a file cannot request ``plain``.
     """
     if removal is not None:
         return replace(plan, removal=removal)

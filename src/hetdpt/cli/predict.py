@@ -144,7 +144,7 @@ def _blocks_of(samples: Path, given: int | None) -> int:
 
 
 def _read_run(samples: Path) -> dict[str, Any]:
-    """Return what a directory of hetdpt collect was asked for; nothing where there is none that can be read."""
+    """Return the settings of a directory of hetdpt collect; empty if they cannot be read."""
     try:
         values = parse_json((samples / RUN).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -153,7 +153,7 @@ def _read_run(samples: Path) -> dict[str, Any]:
 
 
 def _read_prices(samples: Path, file: Path | None) -> Prices | None:
-    """Return the prices in ``file`` or, where none is given, those beside the samples, if there are any."""
+    """Return the prices in ``file`` or, if none is given, those beside the samples, if any."""
     from hetdpt.results import PRICES_FILE, Prices
 
     if file is None:

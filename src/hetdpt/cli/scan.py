@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from hetdpt.core.plan import Kind, Site
     from hetdpt.studies.scan import ScanRow, ScanTable
 
-SCAN = "scan.json"  # by which a directory of ours is known
+SCAN = "scan.json"  # identifies a directory that scan wrote
 
 
 class ScanOptions(ModelOptions, ImageOptions, DeviceOptions, OverwriteOptions, OutputOptions):

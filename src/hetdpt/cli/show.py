@@ -22,7 +22,7 @@ WIDE = 200  # columns of a file or pipe, so that no path in a table is broken
 
 
 def is_first_process() -> bool:
-    """Whether this process is the one of its kind that prints; torchrun and accelerate number them."""
+    """Whether this process is the one that prints; torchrun and accelerate number the processes."""
     return os.environ.get("RANK", "0") == "0"
 
 

@@ -70,7 +70,7 @@ def stoppable() -> Iterator[None]:
         if IS_POSIX:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch would raise for workers that end as they should
         for worker in active_children():
-            worker.kill()  # they only read; alive, they would complain that nobody takes their images
+            worker.kill()  # they only read; alive, they would report that their images are not taken
         raise received[0]
 
     def look_for_lost(lost: sys.UnraisableHookArgs) -> None:

@@ -343,7 +343,7 @@ def _settings_of(name: str) -> dict[str, Any]:
 
 
 def _by_name(tree: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the values of tables within tables by name; a table that is empty, or null in a file, says nothing."""
+    """Return the values of tables within tables by name; a table that is empty, or null in a file, sets nothing."""
     found: dict[str, Any] = {}
     for key, value in tree.items():
         name = f"{prefix}{key}"

@@ -33,11 +33,11 @@ class Estimate(Machine):
     memory: int
     """Bytes in use at most while steps were tried."""
     memory_of: str
-    """By whom."""
+    """What uses them."""
     layers: int
     """How many are assumed to be removed."""
     is_guess: bool
-    """Whether that is a guess, since the goal is another."""
+    """Whether that is a guess, since the goal is not a number of layers."""
 
     @property
     def seconds(self) -> float:

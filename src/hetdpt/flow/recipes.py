@@ -260,7 +260,7 @@ def _briefly(config: RecoverConfig) -> RecoverConfig:
 
 
 def _search_for(layers: int) -> RecoverConfig:
-    """Return the release's search for so many layers (docs/method.md): a fixed learning rate, stages of 3, 5, 7, ...
+    """Return the release's search for ``layers`` layers (docs/method.md): a fixed learning rate, stages of 3, 5, 7, ...
 
     >>> _search_for(8).training.epochs
     80

@@ -137,7 +137,7 @@ def write_json(file: Path, values: Any) -> None:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Return the value of the JSON ``text``; ``ValueError`` for all that may be wrong with it."""
+    """Return the value of the JSON ``text``; ``ValueError`` if it is not valid."""
     try:
         return json.loads(text)
     except RecursionError:

@@ -1,7 +1,7 @@
 """The job runner: tasks whose results are files, shared by all processes that are given the same directory.
 
-Everything that several processes or machines may do together goes through ``run_tasks``. Who works on which task is
-the business of ``store.queue``; nobody else uses it. No torch here.
+``run_tasks`` runs everything that several processes or machines may do together. ``store.queue``, which only this
+module uses, decides which process works on which task. No torch here.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Task(Generic[Subject, Result]):
     subject: Subject
     """What the task is about, for those who get its result."""
     read: Callable[[], Result | None]
-    """Returns the result; None until it is there, from this process or another."""
+    """Returns the result; None until it exists, from this process or another."""
     run: Callable[[Guard], None]
     """Makes the result."""
     needs: tuple[str, ...] = ()
@@ -92,7 +92,7 @@ def run_tasks(
     """Do the tasks that no other process works on, one after another, until all are finished by some process.
 
     Yields every finished task once, also those of other processes and of earlier calls. ``directory`` is where the
-    processes tell each other what they work on; ``waiting`` is told whom this one waits for.
+    processes tell each other what they work on; ``waiting`` is called with the process that this one waits for.
     """
     left, own, finished = list(tasks), set[Task[Subject, Result]](), set[str]()
     while left:

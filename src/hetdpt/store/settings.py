@@ -82,7 +82,7 @@ def checked(types: Mapping[str, Any], name: str, value: Any, others: Iterable[st
 
 
 def spelled(kind: Any) -> str:
-    """Return what values of a type are called.
+    """Return a description of the values of a type.
 
     >>> spelled(int | None), spelled(tuple[float, float]), spelled(Literal["all", "te"])
     ('a whole number or null', 'a list (a number, a number)', "'all' or 'te'")
@@ -122,7 +122,7 @@ def _replaced(config: Any, values: Mapping[str, Any], prefix: str = "") -> Any:
 
 
 def _nearest(name: str, known: list[str]) -> list[str]:
-    """Return what was probably meant: settings that end so, or that are in the same table further down, or similar."""
+    """Return the likely meaning: settings with that ending, or deeper in the same table, or with a similar name."""
     first, _, last = name.partition(".")
     same = [one for one in known if one.endswith(f".{name}")]
     below = [one for one in known if one.startswith(f"{first}.") and one.endswith(f".{last}")]
@@ -130,7 +130,7 @@ def _nearest(name: str, known: list[str]) -> list[str]:
 
 
 def read_settings(file: Path) -> dict[str, Any]:
-    """Return what is written in a file of settings, tables within tables; nothing where it is empty."""
+    """Return the settings in a file as nested tables; empty for an empty file."""
     if file.suffix not in (".toml", ".yaml", ".yml"):
         raise FileError(f"settings are read from a file whose name ends in .toml, .yaml or .yml, not from {file}")
     try:
@@ -140,7 +140,7 @@ def read_settings(file: Path) -> dict[str, Any]:
     try:
         tree = tomllib.loads(text) if file.suffix == ".toml" else parse_yaml(text)
         if not isinstance(tree, dict | NoneType):
-            raise ValueError(f"a {type(tree).__name__} is no table of names")
+            raise ValueError(f"expected a table of names, got a {type(tree).__name__}")
     except (tomllib.TOMLDecodeError, yaml.YAMLError, ValueError, RecursionError) as error:
         raise FileError(f"the settings {file} are damaged ({_why(error)}); correct them") from None
     return tree or {}
@@ -162,7 +162,7 @@ def write_yaml(values: Any) -> str:
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]
-    """Takes 1e-5 for a number, as JSON and YAML 1.2 do, and no key twice, as TOML does.
+    """Reads 1e-5 as a number, as JSON and YAML 1.2 do, and refuses a key that occurs twice, as TOML does.
 
     An alias is refused: a few lines of them stand for more values than fit in memory.
     """
@@ -170,19 +170,19 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.events.AliasEvent):
             mark = self.peek_event().start_mark
-            raise yaml.composer.ComposerError(None, None, "an alias is not taken, write out what it stands for", mark)
+            raise yaml.composer.ComposerError(None, None, "aliases are not supported, write out the value", mark)
         return super().compose_node(parent, index)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         names = [key.value for key, _ in node.value]
         if twice := [name for number, name in enumerate(names) if name in names[:number]]:
-            raise yaml.constructor.ConstructorError(None, None, f"{twice[0]} is there twice", node.start_mark)
+            raise yaml.constructor.ConstructorError(None, None, f"{twice[0]} occurs twice", node.start_mark)
         found: dict[Any, Any] = super().construct_mapping(node, deep)
         return found
 
 
 class _Dumper(yaml.SafeDumper):  # type: ignore[misc]
-    """Quotes the texts that the loader would take for numbers, and writes out what is there twice."""
+    """Quotes the texts that the loader would read as numbers, and writes out values that occur twice."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True

@@ -8,10 +8,10 @@ RUN/04-allocate/        a stage; its number is that of its name in ``flow.json``
     now.json            while it is running: its progress
     work/               what it needs to resume after a kill, and what it leaves behind
 
-A stage is ``asked`` for ``settings``, which are fields of the configuration, and ``inputs``, which are checksums of the
-results of other stages, of the model and the data. If both are equal, it does not run again. What it writes to RUN
-itself is named with its checksum under ``files`` of its result. Paths are relative, so that a run can be moved. Which
-stages there are is known to whoever runs them, not here.
+What decides a result (``asked``) are ``settings``, which are fields of the configuration, and ``inputs``, which are
+checksums of the results of other stages, of the model and the data. If both are equal, a stage does not run again. What
+it writes to RUN itself is named with its checksum under ``files`` of its result. Paths are relative, so that a run can
+be moved. This module does not know which stages exist.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def stage_directory(run: Path, name: str) -> Path:
 
 
 def read_stages(run: Path) -> list[StageRecord]:
-    """Return the stages that are begun or done in a run directory, in order; ``FileError`` if it is none.
+    """Return the stages that are begun or done in a run directory, in order; ``FileError`` if it is not one.
 
     Folders of stages that the run no longer has are ignored.
     """

@@ -231,9 +231,9 @@ def _pruned(model: nn.Module, config: ExplainConfig) -> nn.Module:
 
 def _layers(model: nn.Module, found: Relevance, plan: Plan) -> tuple[Layer, ...]:
     record = record_of(model)
-    gone = {*plan.activation, *(record.plan.activation if record else ())}
+    linear = {*plan.activation, *(record.plan.activation if record else ())}
     return tuple(
-        Layer(site.block, each is None or plan.removes(site), site.block in gone)
+        Layer(site.block, each is None or plan.removes(site), site.block in linear)
         for site, each in zip(found.sites, found.maps, strict=True)
     )
 

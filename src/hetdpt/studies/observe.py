@@ -147,7 +147,7 @@ def observe_into(
 
 
 def _observables(model: nn.Module, config: ObserveConfig) -> list[Observable]:
-    """Return all there is to observe; ``PlanError`` if nothing can be removed from a block in the config."""
+    """Return everything to observe; ``PlanError`` if nothing can be removed from a block in the config."""
     offered: dict[Removal, list[Site]] = {}
     for removal in config.removals:
         offered[removal] = removable(place_(clone(model).eval(), Plan(removal=removal)))
@@ -239,7 +239,7 @@ def _rank(removal: Removal) -> tuple[int, str]:
 
 
 def _write_results(directory: Path) -> None:
-    """Write all results, again if there are more by then: others write them too."""
+    """Write all results, again if there are more by then: other processes write them too."""
     found = None
     while (now := read_results(directory)) != found:
         found = now

@@ -46,7 +46,7 @@ from hetdpt.surgery.record import record_of, survey_of
 FEW = 10
 """With fewer images there is no interval: their spread is too uncertain."""
 CHOICES = 20_000
-"""At most so many other choices of layers are compared with the one that was made."""
+"""At most this many other choices of layers are compared with the one that was made."""
 
 
 @dataclass(frozen=True)
@@ -323,17 +323,17 @@ def contrast(alike: dict[int, list[float]], removed: Collection[int]) -> Contras
 
     None if there are no removed or no kept blocks, or only a single pair, whose layers have the same similarity.
     """
-    gone, kept = [b for b in alike if b in removed], [b for b in alike if b not in removed]
+    pruned, kept = [b for b in alike if b in removed], [b for b in alike if b not in removed]
     means = {block: mean(values) for block, values in alike.items()}
-    if not gone or not kept or len(alike) < 3 or any(map(isnan, means.values())):
+    if not pruned or not kept or len(alike) < 3 or any(map(isnan, means.values())):
         return None
     by_image = [
-        mean([alike[b][i] for b in gone]) - mean([alike[b][i] for b in kept]) for i in range(len(alike[gone[0]]))
+        mean([alike[b][i] for b in pruned]) - mean([alike[b][i] for b in kept]) for i in range(len(alike[pruned[0]]))
     ]
     known = [value for value in by_image if not isnan(value)]
-    reached = fmean(means[b] for b in gone)
+    reached = fmean(means[b] for b in pruned)
     error = 1.96 * stdev(known) / len(known) ** 0.5 if len(known) >= FEW else None
-    others = [fmean(means[b] for b in choice) for choice in _choices(list(means), len(gone))]
+    others = [fmean(means[b] for b in choice) for choice in _choices(list(means), len(pruned))]
     as_alike = fmean(other >= reached - 1e-12 for other in others)  # rounding of the sums may differ
     centre = reached - fmean(means[b] for b in kept)
     low, high = (None, None) if error is None else (centre - error, centre + error)
@@ -341,7 +341,7 @@ def contrast(alike: dict[int, list[float]], removed: Collection[int]) -> Contras
 
 
 def _choices(blocks: list[int], count: int) -> Iterable[Sequence[int]]:
-    """Return every choice of so many blocks, or ``CHOICES`` of them at random."""
+    """Return every choice of ``count`` blocks, or ``CHOICES`` of them at random."""
     if comb(len(blocks), count) <= CHOICES:
         return combinations(blocks, count)
     random = Random(0)

@@ -231,7 +231,7 @@ class Bench:
         return f"{self.digests[case.model][:12]}-{case.r}"
 
     def _reduced(self, case: TokensCase) -> nn.Module:
-        """Return the model of ``case``, around the very weights of the one that was given."""
+        """Return the model of ``case``, which shares the weights of the one that was given."""
         model = self.models[case.model]
         return reduce_tokens_(clone(model), self.config.tokens(case.r)) if case.r else model
 

@@ -1,4 +1,4 @@
-"""How well a model and its pruned sisters transfer to other labelled images, side by side (paper, Table 3).
+"""How well a model and its pruned versions transfer to other labelled images, side by side (paper, Table 3).
 
 A run directory that processes of one or several machines fill together:
 
@@ -438,7 +438,7 @@ class _TransferJob:
 
 
 def _write(directory: Path, mode: str, cases: list[TransferCase]) -> None:
-    """Write all results, again if there are more by then: others write them too."""
+    """Write all results, again if there are more by then: other processes write them too."""
     found: dict[str, Transferred] = {}
     while (now := _finished(directory)) != found:
         found = now

@@ -188,7 +188,7 @@ def open_masks(name: str, *, splits: tuple[str, ...] = ("train", "val")) -> Anno
 
     A folder has ``train/images`` and ``train/masks``, or ``images/train`` and ``masks/train``, and the same for
     ``val``; masks are PNG files with a class for every pixel, 255 for none. In a folder of masks called
-    ``annotations``, as in ADE20K, classes start at 1 and 0 is none. Images and masks directly in ``images`` and
+    ``annotations``, as in ADE20K, classes start at 1 and 0 is no class. Images and masks directly in ``images`` and
     ``masks`` are used for both splits. The names of the classes are in ``objectInfo150.txt`` or ``classes.txt``;
     without such a file all masks are read once to count the classes.
 

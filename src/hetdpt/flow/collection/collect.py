@@ -105,7 +105,7 @@ def recheck_into(
 
 
 def _require_enough(chains: dict[Chain, tuple[Kind, ...]], config: CollectConfig) -> None:
-    """Raise ``PredictError`` if no predictor could be fitted to all the samples there can be."""
+    """Raise ``PredictError`` if no predictor could be fitted to all possible samples."""
     samples = len(tree_of(chains))
     if samples < FEWEST or "interleaved" not in chains:
         raise PredictError(

@@ -63,7 +63,7 @@ def chain_of(kinds: tuple[Kind, ...]) -> str:
 
 
 def in_turn(budget: Budget) -> tuple[Kind, ...]:
-    """Return the kinds of the layers of ``budget``, in turn as long as there are both.
+    """Return the kinds of the layers of ``budget``, alternating while there are both.
 
     >>> in_turn(Budget(1, 3))
     ('attention', 'activation', 'activation', 'activation')

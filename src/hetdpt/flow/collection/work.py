@@ -181,7 +181,7 @@ class CollectionJob:
 
 
 def _write_table(directory: Path) -> None:
-    """Write all samples there are as a table, again if there are more by then: others write it too."""
+    """Write all samples as a table, again if there are more by then: other processes write it too."""
     chains, written_ones = [DENSE, *CHAINS], set[Path]()
     while (files := set((directory / SAMPLES).glob("[!.]*.json"))) != written_ones:
         found: list[SampleStep | None] = [read_result(file, SampleStep) for file in files]

@@ -90,7 +90,7 @@ class CompareConfig:
             )
 
     def cells(self, offered: Budget) -> tuple[Cell, ...]:
-        """Return what can be compared in a model that offers so many layers of each kind."""
+        """Return what can be compared in a model that offers ``offered`` layers of each kind."""
         first = self.recovery.training.seed
         return tuple(
             Cell(layers, method, seed)

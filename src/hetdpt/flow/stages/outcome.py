@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from hetdpt.flow.stages.timing import Trials
 
 SAVED = "model"  # in the run directory
-ROUNDS, TIMING_SECONDS = 500, 10.0  # whichever is over first
+ROUNDS, TIMING_SECONDS = 500, 10.0  # whichever ends first
 BREAKDOWN, COMPARED = 20, 100  # batches of latency_breakdown, of measure_throughput by default
 
 

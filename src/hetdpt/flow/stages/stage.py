@@ -76,7 +76,7 @@ class RunContext:
     """The stage that is running."""
 
     def of(self, kind: type[R]) -> R:
-        """Return the result of that type, which an earlier stage has left."""
+        """Return the result of that type, from an earlier stage."""
         found: R = self.results[kind]
         return found
 
@@ -161,7 +161,7 @@ class Stage(ABC, Generic[R]):
     by_all: ClassVar[bool] = False
     """Whether all processes of a group run it together; else the first runs it for all."""
     is_derived: ClassVar[bool] = False
-    """Whether it costs nothing, so that it runs again without a question where its inputs have changed."""
+    """Whether it is cheap, so that it runs again without asking if its inputs have changed."""
 
     def is_needed(self, config: RunConfig) -> bool:
         """Whether a run of ``config`` has this stage."""

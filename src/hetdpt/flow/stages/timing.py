@@ -60,7 +60,7 @@ FEW, MORE, MANY = 4, 16, 64  # images
 RATIO = 0.3  # of the width, in a trial
 SMALL = 1 << 28  # bytes of a model that is saved for a trial; what a larger one takes is little beside its training
 WARMUP, RUNS = 10, 100  # batches of measure_throughput
-PART = 3  # if the goal is not a number of layers, one in so many is assumed to be removed
+PART = 3  # if the goal is not a number of layers, one in this many is assumed to be removed
 RATIOS, TIMED, SEARCH = 10, 20, 50  # ratios tried for a goal, for one that is a speedup; batches that time each
 
 
@@ -148,7 +148,7 @@ class Trials:
     # Seconds, from the steps below
 
     def selection(self, method: Method, layers: int) -> tuple[float, TrainingTrial | None]:
-        """Return how long a method takes to choose so many layers, and the training that is a part of it."""
+        """Return how long a method takes to choose ``layers`` layers, and the training that is a part of it."""
         kinds = self._kinds(method, layers)
         if method.score == "random":
             return 0.0, None
@@ -167,12 +167,12 @@ class Trials:
         return training.updates * training.seconds + asked * self.evaluation
 
     def timing(self, models: int, rounds: int, seconds: float) -> float:
-        """Return how long so many models are timed in turns, ``rounds`` times or for ``seconds``."""
+        """Return how long ``models`` models are timed in turns, ``rounds`` times or for ``seconds``."""
         turn = models * self.batch
         return WARMUP * turn + min(rounds * turn, seconds)
 
     def narrowing(self, layers: int) -> float:
-        """Return the seconds in which a model without so many layers is made, and loses width."""
+        """Return the seconds in which a model without ``layers`` layers is made and narrowed."""
         search = RATIOS * self.counting
         if any(GOALS[name].is_timed for name in self.config.goals):
             search = TIMED * (self.counting + self.timing(2, SEARCH, SECONDS))
@@ -186,7 +186,7 @@ class Trials:
         return calibration + self.updating(training) + images * self.evaluation + 3 * self.saving
 
     def _calibration(self, layers: int) -> float:
-        """Return the seconds in which the replacements of so many layers are fitted, one after another."""
+        """Return the seconds in which the replacements of ``layers`` layers are fitted, one after another."""
         passes = layers * self.config.images if Plan(removal=self.config.removal).is_any_fitted else 0
         return passes * self.evaluation
 
@@ -353,7 +353,7 @@ class Trials:
         return second + each * (whole - some.count)
 
     def _images(self, count: int) -> ImageBatches:
-        """Return so many training images, or as many as a run looks at, read already."""
+        """Return ``count`` training images, or as many as a run uses, already read."""
         count = min(count, self.config.images)
         images = fitting_images(self.model, self.data, count, workers=self.config.workers)
         for _ in images:
@@ -377,7 +377,7 @@ class _Enough(BaseException):
 
 @dataclass
 class _StoppedTraining:
-    """Takes the place of what keeps states, and ends the training when it is asked to keep the first."""
+    """Replaces the keeper of states, and ends the training when it is given the first."""
 
     device: torch.device
     times: list[float] = field(default_factory=list)
@@ -397,7 +397,7 @@ class _StoppedTraining:
         return None
 
     def is_due(self) -> bool:
-        done = len(self.times)  # with the update that nobody was told of yet
+        done = len(self.times)  # with the update that was not reported yet
         return done >= UPDATES or time.perf_counter() - self.times[0] > PATIENCE
 
     def keep(self, state: State) -> None:

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from hetdpt.flow.stages.timing import Trials
 
 PARTS = (0, 1 / 6, 1 / 3, 1 / 2)  # of the removable layers, tried by default
-ROUNDS, TIMING_SECONDS = 100, 20.0  # whichever is over first, all candidates in turns
+ROUNDS, TIMING_SECONDS = 100, 20.0  # whichever ends first, all candidates in turns
 FASTER = 1.02  # times as fast as another is worth a choice
 BY = "map+greedy"  # the method that chooses layers for a candidate
 START, BRIEF, FOUND = "start", "brief", "narrowed.json"
@@ -157,7 +157,7 @@ def depths_of(config: RunConfig, most: int) -> tuple[int, ...]:
 
 
 def _try(context: RunContext, split: Split, held: Data) -> dict[str, Any]:
-    """Return a candidate but for its speedup: so many layers removed, width for the rest, briefly fine-tuned."""
+    """Return a candidate except its speedup: the layers removed, width for the rest, briefly fine-tuned."""
     folder, config = _folder(context, split.budget), context.config
     if not (folder / START / RECIPE).is_file():  # which is written all at once
         plan = Plan(removal=config.removal)
