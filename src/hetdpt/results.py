@@ -90,7 +90,7 @@ class Prices:
     attention: tuple[Price, ...]
     activation: tuple[Price, ...]
     measured: str = ""
-    """On which device, in which dtype and batch the milliseconds were measured."""
+    """The device, dtype and batch of the timings."""
 
     def of(self, budget: Budget) -> Price:
         """Return the cost of the model without the layers of ``budget``."""
@@ -276,7 +276,7 @@ class CollectedSample:
     """The accuracy before that fine-tuning."""
     chain: str = ""
     layers: tuple[SampledLayer, ...] = ()
-    """Those removed last."""
+    """The layers removed last."""
     seconds: float = 0.0
 
 
@@ -299,13 +299,13 @@ class FitResult:
     blocks: int
     degree: int
     mae: float
-    """Of samples left out, two at a time."""
+    """Mean absolute error on samples left out, two at a time."""
     rmse: float
     explained: float
     formula: str
     coefficients: dict[str, float]
     pruned_formula: str
-    """By parts removed instead of parts kept."""
+    """The polynomial in fractions removed instead of fractions kept."""
     pruned_coefficients: dict[str, float]
     tried: tuple[dict[str, Any], ...]
     """The error of each degree."""
@@ -402,7 +402,7 @@ class SelectResult:
     method: str
     plan: Plan
     picks: tuple[ChosenLayer, ...] = ()
-    """In the order in which they were chosen."""
+    """The layers in the order in which they were chosen."""
 
     def __str__(self) -> str:
         blocks = {kind: getattr(self.plan, kind) for kind in KINDS}
@@ -432,11 +432,11 @@ class EpochResult:
     epochs: int
     loss: float | None = None
     last: float | None = None
-    """Of the weights after this epoch."""
+    """Accuracy of the weights after this epoch."""
     best: float | None = None
     """The highest ``last`` so far."""
     ema: float | None = None
-    """Of the moving average of the weights."""
+    """Accuracy of the moving average of the weights."""
     lr: float | None = None
     seconds: float | None = None
 
@@ -492,7 +492,7 @@ class ModelFigures:
     params: int
     macs: int
     ms: float
-    """Of one batch."""
+    """Milliseconds of one batch."""
     throughput: float
     """Images per second."""
 
@@ -534,12 +534,12 @@ class PlanSpeed:
     """The speed and the costs of a merged model."""
 
     speedup: float
-    """Over the dense model, of interleaved runs."""
+    """Speedup over the dense model, from interleaved runs."""
     low: float
     """Lower end of its 95 % interval over rounds."""
     high: float
     macs: int
-    """Of one image."""
+    """MACs of one image."""
     params: int
     ms: float | None = None
     """Milliseconds of one batch, timed in turns with the others."""
@@ -556,9 +556,9 @@ class ComparisonRow:
     start: float
     """Accuracy in percent before the fine-tuning."""
     accuracy: float
-    """The same of the merged model after its last epoch."""
+    """Accuracy in percent of the merged model after its last epoch."""
     seconds: float
-    """Of the choice, since the last restart; sampling accuracy for its split is not included."""
+    """Time of the choice, since the last restart; sampling accuracy for its split is not included."""
     speed: PlanSpeed
 
     @property
@@ -579,7 +579,7 @@ class CompareResult:
     rows: tuple[ComparisonRow, ...]
     images: int
     measured: str = ""
-    """On which device, in which dtype and batch."""
+    """The device, dtype and batch of the timings."""
     warnings: tuple[str, ...] = ()
 
     def __str__(self) -> str:
@@ -645,7 +645,7 @@ class RunSummary:
     dense_accuracy: float
     pruned_accuracy: float
     speedup: float
-    """Measured, dense and pruned in turns."""
+    """Measured speedup, dense and pruned timed in turns."""
     speedup_low: float
     """Lower end of its 95 % interval over rounds."""
     speedup_high: float
@@ -654,7 +654,7 @@ class RunSummary:
     dense_macs: int
     dense_params: int
     ms: float
-    """Of one batch."""
+    """Milliseconds of one batch."""
     dense_ms: float
     plan: Plan
     budget: Budget
@@ -673,7 +673,7 @@ class RunSummary:
     goal: GoalResult
     warnings: tuple[str, ...]
     seconds: float
-    """Of all stages."""
+    """Time of all stages."""
     model: str
     data: str
 
@@ -705,7 +705,7 @@ class DenseModel:
 
     accuracy: float
     images: int
-    """Those that accuracies are measured on."""
+    """Number of images that accuracies are measured on."""
     macs: int
     params: int
     throughput: float
@@ -734,19 +734,19 @@ class MethodSummary:
     accuracies: tuple[float, ...]
     """One for each seed."""
     difference: Difference | None
-    """To the first method; None for itself, and where images cannot be told apart (a stream of shards)."""
+    """Difference to the first method; None for that method, and where images have no index (a stream of shards)."""
     start: float
     """Mean accuracy before the fine-tuning."""
     speedup: float
     """Mean over seeds."""
     macs: float
-    """Mean part of the dense model's."""
+    """Mean fraction of the dense model's MACs."""
     seconds: float
-    """Mean, of the choice."""
+    """Mean time of the choice."""
 
     @property
     def splits(self) -> tuple[str, ...]:
-        """Those of the plans, each once, as attention+activation."""
+        """The splits of the plans, each once, as attention+activation."""
         return tuple(dict.fromkeys(split_text(plan.budget) for plan in self.plans))
 
     @property
@@ -767,7 +767,7 @@ class MethodComparison:
     first: str
     """The method that the others are compared to."""
     measured: str
-    """Where and how speed was: device, dtype and batch."""
+    """The device, dtype and batch of the timings."""
     dense: DenseModel
     rows: tuple[ComparisonRow, ...]
     summaries: tuple[MethodSummary, ...]
@@ -800,18 +800,18 @@ class Gradient:
 
     site: Site
     magnitudes: tuple[float, ...]
-    """Of |g|."""
+    """Means of |g|, by epoch."""
     means: tuple[float, ...]
-    """Of g itself; below 0 where the layer lowers the loss."""
+    """Means of g, by epoch; below 0 where the layer lowers the loss."""
 
     @property
     def magnitude(self) -> float:
-        """Of |g|, over all updates."""
+        """Mean of |g| over all updates."""
         return fmean(self.magnitudes)
 
     @property
     def mean(self) -> float:
-        """Of g, over all updates."""
+        """Mean of g over all updates."""
         return fmean(self.means)
 
 
@@ -822,7 +822,7 @@ class Disparity:
     removal: Removal
     layers: tuple[Gradient, ...]
     updates: int
-    """Of the weights, in each epoch."""
+    """Updates of the weights in each epoch."""
     batch: int
     """Images of each update; with more of them there is less noise in the gradients."""
 
@@ -848,7 +848,7 @@ class Asymmetry:
     site: Site
     removal: Removal
     accuracies: tuple[float, ...]
-    """In percent: right after the removal, then after each epoch of fine-tuning."""
+    """Accuracies in percent: right after the removal, then after each epoch of fine-tuning."""
 
 
 @dataclass(frozen=True)
@@ -856,7 +856,7 @@ class Observations:
     """Both observations on one model."""
 
     dense: float | None
-    """Its accuracy in percent; None where no layer is removed."""
+    """Accuracy of the dense model in percent; None where no layer is removed."""
     disparities: tuple[Disparity, ...]
     asymmetries: tuple[Asymmetry, ...]
 
@@ -867,7 +867,7 @@ class Observations:
 
     @property
     def epochs(self) -> int:
-        """Of fine-tuning, where there was any."""
+        """Epochs of fine-tuning; 0 without any."""
         return max((len(row.accuracies) - 1 for row in self.asymmetries), default=0)
 
     def disparity(self, removal: Removal) -> Disparity | None:

@@ -94,7 +94,7 @@ class Survey:
 
     @property
     def first_anatomy(self) -> Anatomy:
-        """As in the first plans: for maps (C, H, W) that an attention returns last, W instead of the channels."""
+        """The anatomy as early plans have it: its width is W where the last attention returns maps (C, H, W)."""
         last = self.handles[-1]
         if last.ffn or last.parts is None:
             return self.anatomy

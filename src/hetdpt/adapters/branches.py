@@ -3,7 +3,7 @@
 * A branch is ``out = x + f(x)`` where nothing outside reads the inside of ``f``.
 * Attention is a matrix product of two values that both come from the image.
 
-What is inside a branch is the business of :mod:`hetdpt.adapters.anatomy`.
+:mod:`hetdpt.adapters.anatomy` reads what is inside a branch.
 """
 
 from __future__ import annotations

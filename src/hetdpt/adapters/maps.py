@@ -29,7 +29,7 @@ class ForwardRecord:
 
     answer: Any
     maps: tuple[Tensor, ...]
-    """Of each attention: (B, heads, N, N), or (B windows, heads, N, N); rows sum to 1."""
+    """The map of each attention: (B, heads, N, N), or (B windows, heads, N, N); rows sum to 1."""
     end: Tensor
     """The output of the block of the last of them."""
     grid: tuple[int, int] | None

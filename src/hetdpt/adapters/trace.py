@@ -76,10 +76,9 @@ class Call:
 
     def number_of(self, module: nn.Module, name: str) -> int | None:
         """Return the index among ``arguments`` of the argument ``name`` of ``module``."""
-        names = list(inspect.signature(type(module).forward).parameters)[
-            1 : len(self.arguments) - len(self.keywords) + 1
-        ]
-        named = [*names, *self.keywords]
+        positional = len(self.arguments) - len(self.keywords)
+        _, *names = inspect.signature(type(module).forward).parameters  # without self
+        named = [*names[:positional], *self.keywords]
         return named.index(name) if name in named else None
 
     @property

@@ -32,7 +32,7 @@ class Measures:
     ms: float | None = None
     """Milliseconds of a batch."""
     speedup: float | None = None
-    """Over the dense model."""
+    """Speedup over the dense model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,9 +90,9 @@ class Goal:
     help: str
     direction: Literal["exactly", "at least", "at most"]
     describe: Callable[[str], str]
-    """From an amount as text to the goal in words."""
+    """Returns the goal in words, for an amount as text."""
     show: Callable[[float], str]
-    """From a reached value to words."""
+    """Returns a reached value in words."""
     is_count: bool = False
     """Whether it is a whole number, 0 included."""
     is_cost: bool = False
@@ -251,7 +251,7 @@ class Wanted:
     """
 
     conditions: Mapping[str, float]
-    """By the name of the goal."""
+    """The number of each goal, by its name."""
 
     def __post_init__(self) -> None:
         given: dict[str, Any] = dict(self.conditions)

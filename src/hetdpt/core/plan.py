@@ -33,7 +33,7 @@ class Site:
     kind: Kind
     block: int
     path: str
-    """Its module in the model: ``blocks.3.attn``."""
+    """The path of its module in the model, such as ``blocks.3.attn``."""
     is_gated: bool = False
     """Whether it is the activation of a gated FFN (SwiGLU), which has no exact linear form."""
 

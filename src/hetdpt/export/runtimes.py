@@ -27,7 +27,7 @@ class ExportRuntime:
     runner: str
     """What runs the file, and is compared with torch."""
     suffix: str
-    """Of the file, by which ``hetdpt export`` knows the runtime."""
+    """The suffix of the file, by which ``hetdpt export`` chooses the runtime."""
     packages: tuple[str, ...]
     """What has to be installed for it, as Python imports it."""
     extra: str

@@ -105,7 +105,7 @@ class Chart:
 
     @property
     def width(self) -> float:
-        """In pixels of the page."""
+        """The width in pixels of the page."""
         figure: Any = self.panel.figure
         return float(figure.get_figwidth() * 72)
 
@@ -279,7 +279,7 @@ class PageChart:
     label: str
     """What it shows, for those who cannot see it."""
     height: Callable[[float], float]
-    """From the width of the picture, both in pixels."""
+    """Returns the height of the picture for its width, both in pixels."""
     margins: tuple[float, float, float, float] = (56, 14, 46, 12)
     """Left, right, bottom and top, in pixels."""
 

@@ -22,7 +22,7 @@ EMPHASISED = "hetdpt"
 
 
 def csv_rows(comparison: MethodComparison) -> Iterator[dict[str, Any]]:
-    """Give one row for each number of layers, method and seed."""
+    """Yield one row for each number of layers, method and seed."""
     for row in comparison.rows:
         plan, speed = row.plan, row.speed
         blocks = (" ".join(map(str, numbers)) for numbers in (plan.attention, plan.activation))

@@ -44,7 +44,7 @@ def _run(record: RunRecord, level: int) -> Iterable[str]:
 
 
 def _part(part: Part, level: int) -> Iterable[str]:
-    """Give the lines of a part; charts and what the page folds up have none."""
+    """Yield the lines of a part; charts and what the page folds up have none."""
     match part:
         case Text(words, role):
             before = {"heading": "#" * level + " ", "warning": "- "}.get(role, "")

@@ -64,7 +64,7 @@ class Panel:
     """A section of a report."""
 
     name: str
-    """Its address in the page."""
+    """Its anchor in the page."""
     title: str
     is_shown: Callable[[Results], object]
     parts: Callable[[RunRecord], Iterator[Part]]

@@ -29,7 +29,7 @@ class Layer:
 
     block: int
     is_removed: bool
-    """By the plan, or already in the model."""
+    """Whether it is removed by the plan, or already missing in the model."""
     loses_activation: bool
 
 
@@ -43,7 +43,7 @@ class Picture:
     wholes: tuple[tuple[str, Map], ...]
     """Maps of whole models, each with its title."""
     maps: tuple[Map | None, ...]
-    """Of each layer; None for a removed one."""
+    """The map of each layer; None for a removed one."""
 
 
 def draw(pictures: Sequence[Picture], layers: Sequence[Layer], path: Path, dpi: int = 110) -> None:

@@ -23,12 +23,12 @@ class RunRecord:
 
     directory: Path
     config: dict[str, Any]
-    """From ``config.yaml``."""
+    """The settings in ``config.yaml``."""
     config_text: str
     flow: dict[str, bool]
     """The names of all stages in order, and whether the run has each."""
     stages: tuple[StageRecord, ...]
-    """Those that are begun or done, in order."""
+    """The stages that have begun or are done, in order."""
     results: Results = field(default_factory=Results)
     summary: RunSummary | None = None
     """None until the run is finished."""

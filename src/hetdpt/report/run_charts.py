@@ -116,7 +116,7 @@ def blocks(record: RunRecord) -> PageFigure:
 
 
 def _about(record: RunRecord, key: Key, path: str | None, turns: dict[Key, ChosenLayer]) -> Iterator[str]:
-    """Give what is known of a layer, line by line."""
+    """Yield what is known of a layer, line by line."""
     yield f"block {key[1]}: {key[0]}"
     if path is None:
         yield "nothing that can be removed"

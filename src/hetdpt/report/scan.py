@@ -35,7 +35,7 @@ TITLES = {"attention": "attention removed", "activation": "activation removed, F
 
 
 def csv_rows(table: ScanTable) -> Iterator[dict[str, Any]]:
-    """Give one row for each site and style."""
+    """Yield one row for each site and style."""
     for row in table.rows:
         saved = row.ms_saved
         timed = [saved.value, saved.spread, saved.device, saved.dtype, saved.batch] if saved else [None] * 5

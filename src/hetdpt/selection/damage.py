@@ -34,7 +34,7 @@ class GreedyChoice:
 
     site: Site
     damage: float
-    """Of the model without it and without all that were chosen before it."""
+    """Damage of the model without this layer and all that were chosen before it."""
     gain: float
 
     @classmethod

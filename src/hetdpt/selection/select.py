@@ -94,7 +94,7 @@ class _Task:
     model: nn.Module
     data: Data
     kinds: tuple[Kind | None, ...]
-    """Of each layer to remove, in order; None for any."""
+    """The kind of each layer to remove, in order; None for any."""
     offered: list[Site]
     """The layers that can be removed."""
     config: SelectConfig

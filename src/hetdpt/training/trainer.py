@@ -82,7 +82,7 @@ class LossFunction(Protocol):
 
 
 class Keeper(Protocol):
-    """Keeps the state of a training; files are its business."""
+    """Keeps the state of a training, in files or elsewhere."""
 
     def latest(self) -> State | None:
         """Return the newest undamaged state; None if there is no state yet."""
@@ -147,7 +147,7 @@ class Epoch:
 
 @dataclass(frozen=True)
 class Progress:
-    """Where training is; given to a watcher after every update."""
+    """The position of a training, passed to a watcher after every update."""
 
     epoch: int
     epochs: int
@@ -157,7 +157,7 @@ class Progress:
     lr: float
     images_per_second: float
     seconds_left: float
-    """Until the last update, without evaluations."""
+    """Seconds until the last update, without evaluations."""
     mean_loss: Callable[[], float]
     """Returns the mean loss of the epoch so far; it waits for the device."""
 
@@ -239,7 +239,7 @@ class Trainer:
         self.objective.module, self.optimizer = accelerator.prepare(self.objective.module, optimizer)
         self.schedule = _schedule(self.optimizer.optimizer, config, peak, self.steps)
         self._plain_steps = torch.optim.SGD(apart, lr=1.0) if apart else None
-        """Those of the companion's parameters; they have no state."""
+        """The steps of the companion's parameters, which have no state."""
 
     def _has_idle_parameters(self) -> bool:
         """Whether some parameter does not affect the loss, or may not later; DDP would wait for it forever."""

@@ -52,7 +52,7 @@ class WidthConfig:
     """How width is pruned."""
 
     importance: Importance = "taylor"
-    """What a piece is worth: taylor (|weight * gradient|, summed over what is removed together), l2 or random."""
+    """Score of what is removed: taylor (|weight * gradient|, summed over what is removed together), l2 or random."""
     round_to: int | None = None
     """Make sizes multiples of this; 8 for wide models by default. None: ``STEP`` where a target is searched for in a
     model with FFNs of ``WIDE`` hidden features, which makes as many MACs faster; else 1."""
@@ -63,7 +63,7 @@ class WidthConfig:
     refits: bool = True
     """Fit the layers behind removed features again, on the images (see ``reduce.width.refit``)."""
     seed: int = 0
-    """Of ``random`` and, in a run, of the choice of images."""
+    """Seed of the importance ``random`` and, in a run, of the choice of images."""
 
     def __post_init__(self) -> None:
         if self.importance not in (there := get_args(Importance)):

@@ -146,7 +146,7 @@ def _stays_two(model: nn.Module, ffn: Ffn) -> bool:
 
 @contextmanager
 def gradients(model: nn.Module) -> Iterator[None]:
-    """Give all parameters fresh gradients for a while, and restore theirs afterwards."""
+    """Clear the gradients of all parameters inside the context, and restore them afterwards."""
     before = [(parameter, parameter.grad, parameter.requires_grad) for parameter in model.parameters()]
     try:
         for parameter, _, _ in before:

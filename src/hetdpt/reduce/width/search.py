@@ -38,7 +38,7 @@ class Tried:
     ms: float | None = None
     """Measured milliseconds of a batch; None if not needed."""
     speedup: float | None = None
-    """Measured, likewise."""
+    """Measured speedup; None if not needed."""
 
     @property
     def measures(self) -> Measures:
@@ -68,7 +68,7 @@ class RatioSearch:
         self.model, self.seen, self.goal, self.target, self.timing = model, seen, goal, target, timing
         self.progress = progress
         self._found: dict[Any, Tried] = {}
-        """By the sizes that were kept."""
+        """What was tried, by the sizes that were kept."""
 
     def look(self, ratios: Ratios) -> Tried:
         """Return the costs of the model with ``ratios`` removed, merged."""

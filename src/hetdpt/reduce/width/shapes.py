@@ -61,7 +61,7 @@ class WidthCut:
     kept: dict[Place, Tensor] = field(default_factory=dict)
     """Indices, in order."""
     attributes: dict[tuple[str, str], Any] = field(default_factory=dict)
-    """By path of the module and name."""
+    """New values, by the path of the module and the name of the attribute."""
 
 
 @torch.no_grad()

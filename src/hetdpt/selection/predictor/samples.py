@@ -107,7 +107,7 @@ class SampleStep:
     """One more sample: layers were removed, and the model was fine-tuned and evaluated."""
 
     kinds: tuple[Kind, ...]
-    """Of all removed layers, in the order of removal."""
+    """Kinds of all removed layers, in the order of removal."""
     picks: tuple[EntropyPick, ...]
     """The layers removed in this step."""
     before: float
@@ -116,7 +116,7 @@ class SampleStep:
     """Accuracy after it."""
     seconds: float
     speedup: float | None = None
-    """Of the merged model over the dense one; None if it was not measured."""
+    """Speedup of the merged model over the dense one; None if it was not measured."""
 
     @property
     def budget(self) -> Budget:
