@@ -83,9 +83,6 @@ def _name_hfds(reader: Any, where: str, index: int) -> str:
     return reader.filename(index) or f"image {index} of {where}"
 
 
-VAL_FRACTION = 0.2
-
-
 def open_digits(name: str, split: str, root: Path | None, download: bool) -> Listed:
     """Return four fifths of each digit (``train``) or the rest (``val``), always the same ones."""
     from sklearn.datasets import load_digits
@@ -93,7 +90,7 @@ def open_digits(name: str, split: str, root: Path | None, download: bool) -> Lis
     digits = load_digits()
     labels: list[int] = digits.target.tolist()
     order = balanced_order(labels, seed=0)
-    held_out = round(VAL_FRACTION * len(labels)) + 1  # 360 of 1,797: scikit-learn rounds up as well
+    held_out = round(len(labels) / 5) + 1  # 360 of 1,797: scikit-learn rounds up as well
     chosen = sorted(order[:held_out] if split == "val" else order[held_out:])
     pixels = np.round(digits.images[chosen] * (255 / 16)).astype(np.uint8)  # (N, 8, 8), of 0..16
     names = tuple(str(name) for name in digits.target_names)

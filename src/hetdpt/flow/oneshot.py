@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterable
 from copy import deepcopy
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from hetdpt.core.modules import bytes_of, checked, clone, digest, require_more_t
 from hetdpt.core.plan import KINDS, Plan
 from hetdpt.core.progress import StageProgress
 from hetdpt.export.saved import RECIPE, save
+from hetdpt.flow.execution import Execution
 from hetdpt.measurement.agreement import Damage, measure_damage
 from hetdpt.measurement.costs import Costs
 from hetdpt.measurement.speed import ThroughputComparison, measure_throughput
@@ -149,7 +149,7 @@ class _OneShotRemoval:
         progress: StageProgress | None,
     ) -> None:
         self.run, self.model, self.batches, self.judge, self.config = run, model, batches, judge, config
-        self.size, self.watch, self.progress = size, watch, progress
+        self.size, self.watch, self.part = size, watch, Execution(progress=progress).stage
         self.begun, self.choices = time.monotonic(), list[GreedyChoice]()
         if (state := run.checkpoints.latest()) is not None:
             self.begun -= state["seconds"]
@@ -161,9 +161,6 @@ class _OneShotRemoval:
         except PlanError:  # out of reach, so nothing is begun
             run.discard()
             raise
-
-    def part(self, text: str) -> Callable[[int, int], None] | None:
-        return partial(self.progress, text) if self.progress else None
 
     @property
     def seconds(self) -> float:

@@ -37,12 +37,15 @@ def require_new(target: Path, overwrite: bool = False, marker: str | None = None
         )
 
 
-def make_directory(directory: Path) -> None:
-    """Create ``directory`` unless it exists; ``FileError`` if that is impossible."""
+def make_run_directory(directory: Path, first: str) -> None:
+    """Create ``directory`` unless it exists; ``FileError`` if it holds files but not ``first``, as a run does."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise FileError(f"{directory} cannot be written: {error.strerror}; give another path") from None
+    others = [file for file in directory.iterdir() if not file.name.startswith(f".{first}.")]  # which a kill has left
+    if others and not (directory / first).is_file():
+        raise FileError(f"{directory} is not empty and is not a hetdpt run directory; give a new or an empty directory")
 
 
 @contextmanager

@@ -18,14 +18,13 @@ from typing import Any
 from uuid import uuid4
 
 from hetdpt.core.errors import FileError
-from hetdpt.store.atomic import find_sealed_json, flush, make_directory, require_new, write_json, write_sealed_json
+from hetdpt.store.atomic import find_sealed_json, flush, make_run_directory, require_new, write_json, write_sealed_json
 from hetdpt.store.checkpoints import CHECKPOINTS, Checkpoints
 from hetdpt.store.config_diff import first_difference, read_json
 from hetdpt.store.lock import alone
 from hetdpt.store.metrics import BOARD, METRICS, Metrics
 
 RUN, SUMMARY = "run.json", "summary.json"
-_NOT_A_RUN = "{} is not empty and is not a hetdpt run directory; give a new or an empty directory"
 
 
 class Run:
@@ -101,7 +100,7 @@ def share(directory: Path, asked: dict[str, Any]) -> None:
     """Create a run directory for several processes, or join it; ``FileError`` as in ``Run.open``."""
     file = directory / RUN
     if not file.is_file():
-        _make_shared(directory)
+        make_run_directory(directory, RUN)  # others may do so too; the first file is the first to appear
         scratch = file.with_name(f".{RUN}.{uuid4().hex}")
         scratch.write_text(json.dumps(asked, indent=1) + "\n", encoding="utf-8")
         flush(scratch)
@@ -113,22 +112,12 @@ def share(directory: Path, asked: dict[str, Any]) -> None:
 
 def _make(directory: Path) -> None:
     """Create a directory with nothing in it but what a kill left of its first file."""
-    scratches = list(directory.glob(f".{RUN}.*")) if directory.is_dir() else []
-    if directory.is_dir() and len(scratches) < len(list(directory.iterdir())):
-        raise FileError(_NOT_A_RUN.format(directory))
     if not directory.is_dir():
         require_new(directory)
-    make_directory(directory)
+    scratches = list(directory.glob(f".{RUN}.*"))
+    make_run_directory(directory, RUN)
     for scratch in scratches:
         scratch.unlink(missing_ok=True)
-
-
-def _make_shared(directory: Path) -> None:
-    """Create a directory unless another process just did; its first file is the first to appear."""
-    make_directory(directory)
-    others = [file for file in directory.iterdir() if not file.name.startswith(f".{RUN}.")]
-    if others and not (directory / RUN).is_file():
-        raise FileError(_NOT_A_RUN.format(directory))
 
 
 def _require_same(file: Path, asked: dict[str, Any]) -> None:

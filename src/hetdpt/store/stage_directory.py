@@ -30,7 +30,7 @@ from hetdpt.core.errors import FileError, first_line
 from hetdpt.store.atomic import (
     checksum,
     find_sealed_json,
-    make_directory,
+    make_run_directory,
     parse_json,
     require_new,
     sha256,
@@ -145,8 +145,13 @@ def read_stages(run: Path) -> list[StageRecord]:
     """
     if not (run / CONFIG).is_file():
         raise FileError(f"{run} is not a directory of hetdpt run: it has no {CONFIG}; give one that has")
-    folders = [stage_directory(run, name) for name, is_needed in read_flow(run).items() if is_needed]
-    return [StageRecord.read(folder) for folder in folders if (folder / STAGE).is_file()]
+    found = (_record(run, name) for name, is_needed in read_flow(run).items() if is_needed)
+    return [record for record in found if record is not None]
+
+
+def _record(run: Path, name: str) -> StageRecord | None:
+    folder = stage_directory(run, name)
+    return StageRecord.read(folder) if (folder / STAGE).is_file() else None
 
 
 def read_flow(run: Path) -> dict[str, bool]:
@@ -167,16 +172,15 @@ def begin(run: Path, name: str, asked: Asked, versions: dict[str, str], is_deriv
 
     One that ``is_derived`` costs nothing, and begins again instead.
     """
-    folder, plain = stage_directory(run, name), json.loads(json.dumps(asked))
-    if (folder / STAGE).is_file():
-        record = StageRecord.read(folder)
+    record, plain = _record(run, name), json.loads(json.dumps(asked))
+    if record is not None:
         difference = first_difference(record.asked, plain)
         if difference is None and (record.is_whole or not record.is_done):
             return record if record.is_done else _resumed(record, versions)
         if difference is not None and not is_derived and not record.is_untouched:
             raise FileError(_changed(run, name, difference))
     now = datetime.now(UTC).isoformat(timespec="seconds")
-    record = StageRecord(name, folder, plain, now, versions=versions)
+    record = StageRecord(name, stage_directory(run, name), plain, now, versions=versions)
     record.write()
     return record
 
@@ -221,10 +225,8 @@ def held(
 
 def is_as_before(run: Path, name: str, asked: Asked) -> bool:
     """Whether a stage is done with the same settings and inputs, as far as they are known beforehand."""
-    if not (run / FLOW).is_file() or not (stage_directory(run, name) / STAGE).is_file():
-        return False
-    record = StageRecord.read(stage_directory(run, name))
-    return record.is_done and record.is_whole and _difference(record, asked) is None
+    record = _record(run, name) if (run / FLOW).is_file() else None
+    return record is not None and record.is_done and record.is_whole and _difference(record, asked) is None
 
 
 def _write(file: Path, text: str) -> None:
@@ -239,18 +241,14 @@ def _make(run: Path) -> None:
         raise FileError(f"{run} is a file; give a directory for the run")
     if not run.is_dir():
         require_new(run)
-    make_directory(run)
-    others = [file for file in run.iterdir() if not file.name.startswith(f".{FLOW}.")]  # which a kill has left
-    if others and not (run / FLOW).is_file():
-        raise FileError(f"{run} is not empty and is not a hetdpt run directory; give a new or an empty directory")
+    make_run_directory(run, FLOW)
 
 
 def _require_same(run: Path, name: str, asked: Asked) -> None:
-    if (stage_directory(run, name) / STAGE).is_file():
-        record = StageRecord.read(stage_directory(run, name))
-        difference = _difference(record, asked)
-        if difference is not None and not record.is_untouched:
-            raise FileError(_changed(run, name, difference))
+    record = _record(run, name)
+    difference = _difference(record, asked) if record else None
+    if record and difference is not None and not record.is_untouched:
+        raise FileError(_changed(run, name, difference))
 
 
 def _difference(record: StageRecord, asked: Asked) -> str | None:
