@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from inspect import signature
 from typing import Any
 
@@ -116,9 +116,7 @@ def is_argument_set(module: nn.Module, name: str) -> bool:
 @contextmanager
 def with_argument(model: nn.Module, name: str) -> Iterator[None]:
     """Set the argument ``name`` to True, as ``set_argument`` does, inside the context."""
-    hooks = set_argument(model, name)
-    try:
+    with ExitStack() as stack:
+        for hook in set_argument(model, name):
+            stack.enter_context(hook)
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()

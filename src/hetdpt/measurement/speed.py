@@ -167,8 +167,7 @@ def _inputs_of(model: nn.Module, paths: Iterable[str], images: Tensor) -> dict[s
             def keep(_: nn.Module, args: Any, kwargs: Any, path: str = path) -> None:
                 inputs[path] = args, kwargs
 
-            hook = model.get_submodule(path).register_forward_pre_hook(keep, with_kwargs=True)
-            stack.callback(hook.remove)
+            stack.enter_context(model.get_submodule(path).register_forward_pre_hook(keep, with_kwargs=True))
         model(images)
     return inputs
 
@@ -285,22 +284,19 @@ def _breakdown(
 
 @contextmanager
 def _timed(model: nn.Module, kinds: dict[str, str], spent: dict[str, float], device: torch.device) -> Iterator[None]:
-    hooks = []
-    for path, kind in kinds.items():
-        module = model.get_submodule(path)
-        started: list[float] = []
+    with ExitStack() as stack:
+        for path, kind in kinds.items():
+            module = model.get_submodule(path)
+            started: list[float] = []
 
-        def before(*_: object, started: list[float] = started) -> None:
-            synchronize(device)
-            started.append(time.perf_counter())
+            def before(*_: object, started: list[float] = started) -> None:
+                synchronize(device)
+                started.append(time.perf_counter())
 
-        def after(*_: object, started: list[float] = started, kind: str = kind) -> None:
-            synchronize(device)
-            spent[kind] += time.perf_counter() - started.pop()
+            def after(*_: object, started: list[float] = started, kind: str = kind) -> None:
+                synchronize(device)
+                spent[kind] += time.perf_counter() - started.pop()
 
-        hooks += [module.register_forward_pre_hook(before), module.register_forward_hook(after)]
-    try:
+            stack.enter_context(module.register_forward_pre_hook(before))
+            stack.enter_context(module.register_forward_hook(after))
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()

@@ -131,10 +131,8 @@ class ModuleTimeline:
         """Modules with an output that has no gradient: what reads it is not known."""
         with torch.inference_mode(False), torch.enable_grad(), ExitStack() as stack:
             for path, module in model.named_modules():
-                begin = module.register_forward_pre_hook(partial(self._begin, path), with_kwargs=True)
-                end = module.register_forward_hook(partial(self._end, path), with_kwargs=True)
-                stack.callback(begin.remove)
-                stack.callback(end.remove)
+                stack.enter_context(module.register_forward_pre_hook(partial(self._begin, path), with_kwargs=True))
+                stack.enter_context(module.register_forward_hook(partial(self._end, path), with_kwargs=True))
             self.end = probe(model, images.clone().requires_grad_().clone()).grad_fn
 
     def _begin(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:

@@ -51,8 +51,7 @@ def watching(model: nn.Module, paths: Iterable[str], inputs: Inputs) -> Iterator
     """Add what the linear layers at ``paths`` get as input meanwhile to ``inputs``."""
     with ExitStack() as stack:
         for path in paths:
-            hook = model.get_submodule(path).register_forward_hook(partial(_add, path, inputs))
-            stack.callback(hook.remove)
+            stack.enter_context(model.get_submodule(path).register_forward_hook(partial(_add, path, inputs)))
         yield
 
 
