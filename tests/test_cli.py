@@ -125,7 +125,7 @@ def test_inspect_shows_every_site_and_the_costs(run: Run) -> None:
     assert (result.code, result.err) == (0, "")
     for block in range(6):
         assert re.search(rf"│ {block} +│ +blocks.{block}.attn │ +blocks.{block}.mlp.act │", result.out)
-    assert re.search(r"│ dense │ 372.\d\d k │ 37.64 M │ +29.80 M │", result.out)
+    assert re.search(r"│ dense │ 371.24 k │ 37.64 M │ +29.80 M │", result.out)
     assert "pruned" not in result.out
 
 

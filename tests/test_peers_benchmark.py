@@ -113,11 +113,15 @@ def test_narrower_heads_divide_by_what_they_did() -> None:
 def test_what_others_need_comes_first(tmp_path: Path) -> None:
     job = Job(Recorder(tmp_path / "peers.json"), options())
     tasks = list(job.tasks())
-    assert len({job.name(task) for task in tasks}) == len(tasks)
+    assert len({task.key for task in tasks}) == len(tasks)
     assert len(tasks) == len(ORDERS) + 1 + len(PEERS) * (1 + 2)
-    recovery = {"part": "recovered", "peer": "ToMe", "target": TARGET, "seed": 0}
-    assert not job.can_begin(recovery)
-    assert not job.can_begin({"part": "one-shot", "peer": "hetdpt", "target": TARGET})
-    assert job.can_begin({"part": "one-shot", "peer": "ToMe", "target": TARGET})
-    job.recorder.add({"part": "one-shot", "peer": "ToMe", "target": TARGET}, made="{}")
-    assert job.can_begin(recovery)
+    needs = {task.key: task.needs for task in tasks}
+    one_shot = {"part": "one-shot", "peer": "ToMe", "target": TARGET}
+    assert needs[job.name(one_shot)] == ()
+    assert needs[job.name(one_shot | {"part": "recovered", "seed": 0})] == (job.name(one_shot),)
+    order = {"part": "order", "of": peers.BY_NAME["hetdpt"].order}
+    assert needs[job.name(one_shot | {"peer": "hetdpt"})] == (job.name(order),)
+    seen = set[str]()
+    for task in tasks:
+        assert seen.issuperset(task.needs)
+        seen.add(task.key)

@@ -532,7 +532,7 @@ def test_bad_input_is_one_sentence(place: Place, whole: Path, tmp_path: Path, ru
         ),
         (place.train(tmp_path / "a", "--data", tmp_path / "nowhere"), "nowhere"),
         (place.train(tmp_path / "a", "--size", 30), "30"),
-        ((place.command, "eval", tmp_path, "--data", place.data), "holds no trained model (task.json)"),
+        ((place.command, "eval", tmp_path, "--data", place.data), "has no trained model (task.json)"),
         ((COMMANDS[other], "eval", whole, "--data", place.data), f"is a model for {place.task}, not for {other}"),
     ]
     for command, sentence in cases:

@@ -543,7 +543,7 @@ def test_weights_of_a_teacher_that_is_not_given(run: Run, home: Path, tmp_path: 
             "--set takes NAME=VALUE, such as training.weight_decay=0.05, not 'training.epochs'",
         ),
         (("--set", "training.schedule=sine"), "schedule is 'sine'; choose from cosine, constant, poly, step"),
-        (("--set", "augmentation.scale=[0.5,2]"), "scale is two shares of the area.*"),
+        (("--set", "augmentation.scale=[0.5,2]"), "scale is two increasing fractions of the area.*"),
         (("--set", "augmentation.auto_augment=x"), "timm does not know the augmentation 'x'.*"),
         (("--recipe", "quik"), "there is no recipe 'quik'; did you mean quick.*"),
         (("--lr", "0"), "lr is 0.0; it must be above 0"),
