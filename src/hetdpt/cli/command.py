@@ -182,7 +182,6 @@ def _goal_parameters(one: Field[Any]) -> list[click.Parameter]:
 
 
 def _parameter(one: Field[Any], part: Any) -> click.Parameter:
-    """Return the parameter of a field that is declared in the class ``part``."""
     about: Mapping[str, Any] = {**NOTHING_SPECIAL, **one.metadata}
     own = declared_fields(part.__module__, part.__name__)[one.name]
     source = declared(about["settings"][0]) if about["settings"] else own

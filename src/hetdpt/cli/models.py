@@ -1,4 +1,4 @@
-"""Commands on a model as it is: inspect, bench, apply, export, push."""
+"""Commands on a single model: inspect, bench, apply, export, push."""
 
 from __future__ import annotations
 

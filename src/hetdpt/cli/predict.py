@@ -126,7 +126,7 @@ def _recheck(options: PredictOptions, allocation: Allocation) -> Allocation:
     decided = allocation.with_rechecked(found)
     wanted, measured = decided.wanted.conditions.get("speedup"), speeds.get(decided.budget)
     if wanted and measured and measured < wanted:
-        text = f"the goal was a speedup of {wanted:g}, but {measured:.3f} was measured; ask for more"
+        text = f"the goal was a speedup of {wanted:g}, but {measured:.3f} was measured; set a higher goal"
         click.echo(f"warning: {text}", err=True)
     return decided
 

@@ -103,12 +103,12 @@ class Key:
 
 
 class Pictures(Protocol):
-    """Images, each with what is known of it: a label, boxes, a mask."""
+    """Images, each with its annotation: a label, boxes, a mask."""
 
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> tuple[Image, Any]:
-        """Return the decoded image and what is known of it; ``OSError`` if it cannot be read."""
+        """Return the decoded image and its annotation; ``OSError`` if it cannot be read."""
 
     def name_of(self, index: int) -> str:
         """Return the file of an image, or a description of it, for messages."""

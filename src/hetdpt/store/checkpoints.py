@@ -42,7 +42,7 @@ class Checkpoints:
                 self._damaged.append(file)
                 if file == files[0]:
                     raise FileError(
-                        f"{error}, and there is none before it; remove {self.directory} to start again, "
+                        f"{error}, and there is no earlier one; remove {self.directory} to start again, "
                         "or give another directory"
                     ) from None
                 warnings.warn(f"{error}; resuming from the checkpoint before it", stacklevel=2)

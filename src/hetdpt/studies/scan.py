@@ -246,7 +246,7 @@ def _styles(handle: Handle, plan: Plan) -> list[str]:
 
 
 def _timed() -> list[tuple[str, str]]:
-    """Return pairs of styles to time together, so that each one with costs of its own is in one of them."""
+    """Return pairs of styles to time together, so that each style with separate costs is in one of them."""
     attention, activation = ([name for name in styles_for(kind) if not STYLES[name].costs_like] for kind in KINDS)
     rest = zip_longest(attention, activation)
     plain = PRESETS["plain"]

@@ -410,7 +410,7 @@ class _TransferJob:
         )
 
     def _measured(self, case: TransferCase, model: nn.Module, answers: str, width: int) -> Transferred:
-        """Return what is known of a merged ``model``, whether it has its new head or not."""
+        """Return the costs of a merged ``model``, whether it has its new head or not, with the answers."""
         record, plan = record_of(case.model), case.plan or Plan()
         before = record.plan if record else Plan()  # the plan may name layers that were removed before
         removed = Budget(*(len({*getattr(before, kind), *getattr(plan, kind)}) for kind in KINDS))

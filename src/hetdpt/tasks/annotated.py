@@ -15,7 +15,7 @@ from hetdpt.adapters.preprocessing import Preprocessing
 from hetdpt.data.views import Pictures, ViewBatch
 
 Target = Mapping[str, Tensor]
-"""What is known of an image, by name: tensors only."""
+"""The annotation of an image, by name: tensors only."""
 AnnotatedBatch = ViewBatch[tuple[Target, ...]]
 
 
@@ -31,7 +31,7 @@ class AnnotatedSource(Pictures, Protocol):
 
 
 class AnnotatedView(ABC):
-    """How an image and what is known of it become a view; all randomness is torch's, numpy's and Python's own."""
+    """How an image and its annotation become a view; all randomness is torch's, numpy's and Python's own."""
 
     size: tuple[int, int]
     """Height and width of every view."""

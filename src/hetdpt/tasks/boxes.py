@@ -145,7 +145,6 @@ def _found(folder: Path, split: str) -> tuple[Path, dict[str, list[Any]], Path]:
 
 
 def _images_of(content: dict[str, list[Any]], file: Path, root: Path, name: str) -> Path:
-    """Return the folder with the images that ``content`` lists."""
     own = file.stem.removeprefix("instances_")
     inner = (own, f"images/{own}", name, f"images/{name}", "images", ".")
     places = [*dict.fromkeys([*(root / place for place in inner), file.parent])]

@@ -178,7 +178,7 @@ def _require_some(cells: Sequence[Cell], config: CompareConfig, offered: Budget)
         if not any(cell.layers == layers for cell in cells):
             raise PlanError(
                 f"{layers} layers are to be removed, but with removal {config.selection.removal!r} this model has only "
-                f"{offered.attention} attention and {offered.activation} activation layers to remove; ask for fewer"
+                f"{offered.attention} attention and {offered.activation} activation layers to remove; give fewer"
             )
 
 

@@ -193,7 +193,7 @@ class ComparisonJob:
         return chosen
 
     def _beginning(self, cell: Cell) -> Chosen | None:
-        """Return the beginning of a choice of more layers, if that is known to equal a choice of its own."""
+        """Return the beginning of a choice of more layers, if that is known to equal a separate choice."""
         if not method_called(cell.method).is_nested:
             return None
         for longer in self.every_choice():
