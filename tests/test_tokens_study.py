@@ -204,7 +204,7 @@ def test_what_is_slower_is_said_to_be(high: float, home: Path, whole: Path, tmp_
     command = ("tokens", home / "dense", "--r", 2, "--beside", home / "pruned", "--out", tmp_path / "run", *QUICK)
     notes = [line for line in run(*command).out.splitlines() if line.startswith("note: ")]
     slow = next(one["model"] for one in points_in(tmp_path / "run") if one["speedup"] == 0.9)
-    note = f"note: {slow} is slower here with r 2 than with all its tokens; choosing them costs more than it saves"
+    note = f"note: {slow} is slower here with r 2 than with all tokens; choosing them costs more than it saves"
     assert notes == [note] * (high < 1)
 
 

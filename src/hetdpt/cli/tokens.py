@@ -136,7 +136,7 @@ def _print(points: list[dict[str, Any]]) -> None:
     click.echo(f"{last['device']}, {last['dtype']}, batch {last['batch']}, {last['runs']} rounds in turns{images}")
     for name, numbers in _slower(points).items():
         click.echo(
-            f"note: {name} is slower here with r {numbers} than with all its tokens; choosing them costs more than it saves"
+            f"note: {name} is slower here with r {numbers} than with all tokens; choosing them costs more than it saves"
         )
 
 
