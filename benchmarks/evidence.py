@@ -40,12 +40,11 @@ Values = dict[str, Any]
 
 @dataclass(frozen=True)
 class Row:
-    """What was measured, and what it came to."""
+    """What was measured, its values, and the number of its session in ``Results.sessions``."""
 
     key: Key
     values: Values
     session: int
-    """Its number in ``Results.sessions``."""
 
 
 @dataclass(frozen=True)

@@ -43,28 +43,17 @@ SHORT = RecoverConfig(
 )
 
 
-def tiny(**arguments: Any) -> nn.Module:
+def tiny(name: str = "vit_tiny_patch16_224", seed: int = 0, **arguments: Any) -> nn.Module:
     """Return a small ViT for the demo images, the same at every call."""
+    sizes = {"img_size": 16, "patch_size": 4, "embed_dim": 32, "depth": 3, "num_heads": 2, "num_classes": 10}
     with torch.random.fork_rng():
-        torch.manual_seed(0)
-        sizes = {"img_size": 16, "patch_size": 4, "embed_dim": 32, "depth": 3, "num_heads": 2, "num_classes": 10}
-        model: nn.Module = timm.create_model("vit_tiny_patch16_224", **{**sizes, **arguments})
+        torch.manual_seed(seed)
+        model: nn.Module = timm.create_model(name, **{**sizes, **arguments})
     return model.eval()
 
 
 def two_headed() -> nn.Module:
-    with torch.random.fork_rng():
-        torch.manual_seed(1)
-        model: nn.Module = timm.create_model(
-            "deit_tiny_distilled_patch16_224",
-            img_size=16,
-            patch_size=4,
-            embed_dim=32,
-            depth=2,
-            num_heads=2,
-            num_classes=10,
-        )
-    return model.eval()
+    return tiny("deit_tiny_distilled_patch16_224", seed=1, depth=2)
 
 
 def a_batch(count: int = 8) -> Batch:

@@ -21,7 +21,7 @@ AGAIN, GRACE = 0.01, 0.5  # seconds until a lost stop is tried again; that a sig
 
 RESUMABLE = {
     "run", "demo", "collect", "oneshot", "observe", "compare", "select", "tokens", "transfer", "train", "recover",
-    "detect", "segment",
+    "predict", "detect", "segment",
 }  # fmt: skip
 """Commands that can be resumed."""
 
