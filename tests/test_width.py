@@ -101,7 +101,7 @@ def lost(model: nn.Module, parts: Narrowable, kept: Kept) -> dict[tuple[str, int
     there = dict(model.named_parameters())
     for number, table in kept.heads.items():
         attention = parts.heads[number].attention
-        columns = sorted({*range(attention.width)} - {*table.flatten().tolist()})
+        columns = sorted({*range(attention.heads * attention.head_dim)} - {*table.flatten().tolist()})
         gone[f"{attention.out}.weight", 1] = columns
         layer, start = attention.queries
         for name in (f"{layer}.weight", f"{layer}.bias"):
