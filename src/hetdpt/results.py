@@ -15,7 +15,18 @@ from typing import Any, TypeVar
 from pydantic import TypeAdapter, ValidationError
 
 from hetdpt.core.errors import FileError, HetDPTError, PredictError, first_line
-from hetdpt.core.format import amount, counted, estimate, fewer_tokens, machine, percent, split_text, times, widths
+from hetdpt.core.format import (
+    amount,
+    budget_text,
+    counted,
+    estimate,
+    fewer_tokens,
+    machine,
+    percent,
+    split_text,
+    times,
+    widths,
+)
 from hetdpt.core.goals import Measures
 from hetdpt.core.plan import KINDS, Budget, Kind, Plan, Removal, Site
 from hetdpt.core.tokens import Tokens
@@ -109,8 +120,10 @@ class Prices:
 
     def measures(self, budget: Budget) -> Measures:
         """Return all that can be a goal, for the model without the layers of ``budget``."""
-        left, layers = self.of(budget), budget.attention + budget.activation
-        return Measures(layers=layers, macs=left.macs, params=left.params, ms=left.ms, speedup=self.speedup(budget))
+        left = self.of(budget)
+        return Measures(
+            layers=budget.layers, macs=left.macs, params=left.params, ms=left.ms, speedup=self.speedup(budget)
+        )
 
     def count(self, kind: Kind) -> int:
         """Return the number of removable layers of that kind."""
@@ -223,7 +236,7 @@ class Split:
 
     @property
     def layers(self) -> int:
-        return self.budget.attention + self.budget.activation
+        return self.budget.layers
 
     @property
     def measures(self) -> Measures:
@@ -231,7 +244,7 @@ class Split:
         return Measures(layers=self.layers, macs=self.macs, params=self.params, ms=self.ms, speedup=self.speedup)
 
     def __str__(self) -> str:
-        return f"{self.budget.attention} attention + {self.budget.activation} activation"
+        return budget_text(self.budget)
 
 
 # The stages, in their order. As text each is one line, as ``hetdpt status`` shows it.
@@ -341,7 +354,7 @@ class AllocateResult:
         return tuple(row for row in self.table if row.is_tied and row.budget != self.budget)
 
     def __str__(self) -> str:
-        return f"{self.budget.attention} attention + {self.budget.activation} activation"
+        return budget_text(self.budget)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -362,7 +375,7 @@ class Candidate:
 
     @property
     def layers(self) -> int:
-        return self.budget.attention + self.budget.activation
+        return self.budget.layers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -382,8 +395,7 @@ class BalanceResult:
         return [one.budget for one in self.candidates].index(self.budget)
 
     def __str__(self) -> str:
-        accuracy, budget = percent(self.candidates[self.chosen].accuracy), self.budget
-        return f"{budget.attention} attention + {budget.activation} activation, then width: {accuracy}"
+        return f"{budget_text(self.budget)}, then width: {percent(self.candidates[self.chosen].accuracy)}"
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ from hetdpt.cli import (
     width,
 )
 from hetdpt.cli.command import Commands
+from hetdpt.cli.show import is_first_process
 from hetdpt.cli.stopping import Stopped, farewell, one_line, reason, stoppable
 from hetdpt.core.errors import HetDPTError
 
@@ -113,7 +114,7 @@ def main() -> None:
     except (HetDPTError, OSError) as error:
         _refuse(reason(error) if isinstance(error, OSError) else str(error))
     except Stopped as stopped:
-        if os.environ.get("RANK", "0") == "0":
+        if is_first_process():
             click.echo(farewell(stopped), err=True)
         _leave(stopped.code)
     else:

@@ -192,6 +192,16 @@ def split_text(budget: Budget) -> str:
     return f"{budget.attention}+{budget.activation}"
 
 
+def budget_text(budget: Budget) -> str:
+    """Return a budget in words.
+
+    >>> from hetdpt.core.plan import Budget
+    >>> budget_text(Budget(4, 2))
+    '4 attention + 2 activation'
+    """
+    return f"{budget.attention} attention + {budget.activation} activation"
+
+
 def removal_text(removal: str | tuple[str, str]) -> str:
     """Return a removal as it is written on the command line.
 

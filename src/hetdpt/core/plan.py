@@ -45,6 +45,11 @@ class Budget:
     attention: int
     activation: int
 
+    @property
+    def layers(self) -> int:
+        """Layers of both kinds."""
+        return self.attention + self.activation
+
 
 @dataclass(frozen=True)
 class Sample:

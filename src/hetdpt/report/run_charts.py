@@ -7,7 +7,18 @@ from dataclasses import dataclass
 from itertools import pairwise
 from math import ceil, inf, isfinite
 
-from hetdpt.core.format import interval, layers, machine, milliseconds, number, percent, split_text, times, widths
+from hetdpt.core.format import (
+    budget_text,
+    interval,
+    layers,
+    machine,
+    milliseconds,
+    number,
+    percent,
+    split_text,
+    times,
+    widths,
+)
 from hetdpt.core.plan import KINDS, Budget, Kind
 from hetdpt.report.charts import (
     BLUE,
@@ -185,7 +196,7 @@ def _mark_splits(chart: Chart, record: RunRecord) -> None:
 
 def _about_split(one: Split, record: RunRecord) -> Iterator[str]:
     results = record.results
-    yield f"{one.budget.attention} attention + {one.budget.activation} activation removed"
+    yield f"{budget_text(one.budget)} removed"
     yield from _predicted(one)
     for sample in results.fit.samples if results.fit else ():
         if sample.budget == one.budget:
@@ -224,7 +235,7 @@ class SpeedAxis:
 
     def __call__(self, budget: Budget) -> float:
         if self.prices is None or not self.is_timed:
-            return float(budget.attention + budget.activation)
+            return float(budget.layers)
         speedup = self.prices.speedup(budget)
         return inf if speedup is None else speedup
 

@@ -12,7 +12,7 @@ from hetdpt.report.markdown import render_markdown
 from hetdpt.report.page import render
 from hetdpt.report.run import RunRecord
 from hetdpt.results import RunSummary
-from hetdpt.store.atomic import require_new, written
+from hetdpt.store.atomic import require_new, write_text
 
 REPORTS = {"html": "report.html", "markdown": "report.md", "json": "report.json"}
 
@@ -36,8 +36,7 @@ def write_report(records: Sequence[RunRecord], target: Path, overwrite: bool = F
     require_new(target, overwrite)
     text = make(records)
     target.parent.mkdir(parents=True, exist_ok=True)
-    with written(target) as scratch:
-        scratch.write_text(text, encoding="utf-8")
+    write_text(target, text)
 
 
 def values_of(records: Sequence[RunRecord]) -> dict[str, Any]:

@@ -152,7 +152,7 @@ def select(
 
 def kinds_of(method: Method, budget: Budget | int) -> tuple[Kind | None, ...]:
     """Return the kinds of the layers to remove, in order, None for any; ``PlanError`` if there is nothing to remove."""
-    count = budget if isinstance(budget, int) else budget.attention + budget.activation
+    count = budget if isinstance(budget, int) else budget.layers
     if count < 1 or (isinstance(budget, Budget) and min(budget.attention, budget.activation) < 0):
         raise PlanError(f"the budget is {budget}; expected at least 1 layer, and no negative numbers")
     if method.split != "map":

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from hetdpt.core.errors import PlanError
-from hetdpt.core.format import percent
+from hetdpt.core.format import budget_text, percent
 from hetdpt.core.goals import BOUNDS, GOALS, Measures, Wanted, short
 from hetdpt.core.modules import clone
 from hetdpt.core.plan import KINDS, Budget, Sample
@@ -114,7 +114,7 @@ def _require_reach(config: RunConfig, prices: Prices) -> None:
     """Raise ``PlanError`` for a goal that is missed even without any layer, before hours are spent on it."""
     offered, wanted = Budget(*(prices.count(kind) for kind in KINDS)), config.with_numbers(prices.dense).wanted
     least = prices.measures(offered)
-    layers, to_remove = offered.attention + offered.activation, wanted.conditions.get("layers", 0)
+    layers, to_remove = offered.layers, wanted.conditions.get("layers", 0)
     if to_remove > layers:
         raise PlanError(f"the goal is {to_remove} layers removed, but this model has {layers} that can be removed")
     if config.plus:
@@ -139,7 +139,7 @@ def _require_room(budget: Budget, prices: Prices, config: RunConfig) -> None:
     """Raise ``PlanError`` if removing the layers of ``budget`` meets the goal, so that nothing is left to width."""
     if is_met(budget, prices, config.with_numbers(prices.dense).target):
         raise PlanError(
-            f"removing {budget.attention} attention + {budget.activation} activation layers meets the goal, so nothing "
+            f"removing {budget_text(budget)} layers meets the goal, so nothing "
             "is left to width; leave out --plus, or give fewer layers or a higher goal"
         )
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from hetdpt.core.errors import PredictError
-from hetdpt.core.format import percent
+from hetdpt.core.format import budget_text, percent
 from hetdpt.core.goals import GOALS, Measures, Wanted
 from hetdpt.flow.comparison.compare import GIVEN
 from hetdpt.flow.stages.budget import predictor_of
@@ -82,7 +82,7 @@ def _goal(context: RunContext) -> GoalResult:
     if config.plus:
         return GoalResult(goals, False, f"{text}; width meets a goal within 2 %, so set it a little higher")
     further = _next(context, wanted, reached) if config.is_split else None
-    hint = f"next: {further.budget.attention} attention + {further.budget.activation} activation" if further else ""
+    hint = f"next: {budget_text(further.budget)}" if further else ""
     return GoalResult(goals, False, f"{text}; {hint or 'no other budget meets it'}", further)
 
 

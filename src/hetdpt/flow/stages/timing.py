@@ -345,7 +345,7 @@ class Trials:
         few = self._images(FEW)
         first = self._seconds(partial(call, few))
         some = self._images(MANY if first < PATIENCE else MORE)
-        whole = self._images(self.config.images).count
+        whole = self._batches(self.config.images).count
         if some.count == few.count:
             return first
         second = self._seconds(partial(call, some))
@@ -354,11 +354,13 @@ class Trials:
 
     def _images(self, count: int) -> ImageBatches:
         """Return ``count`` training images, or as many as a run uses, already read."""
-        count = min(count, self.config.images)
-        images = fitting_images(self.model, self.data, count, workers=self.config.workers)
+        images = self._batches(min(count, self.config.images))
         for _ in images:
             pass
         return images
+
+    def _batches(self, count: int) -> ImageBatches:
+        return fitting_images(self.model, self.data, count, workers=self.config.workers)
 
     def _seconds(self, call: Callable[[], object]) -> float:
         begun = time.perf_counter()

@@ -14,7 +14,7 @@ from torch import nn
 
 from hetdpt.adapters.preprocessing import preprocessing_of
 from hetdpt.core.errors import PlanError
-from hetdpt.core.format import counted, percent
+from hetdpt.core.format import budget_text, counted, percent
 from hetdpt.core.goals import BOUNDS, describe
 from hetdpt.core.plan import KINDS, Budget, Plan
 from hetdpt.data.fixed_batches import LabelledBatches
@@ -65,7 +65,7 @@ class BalanceStage(Stage[BalanceResult]):
         speedups = _speedups(context, splits)
         candidates = tuple(Candidate(**one, speedup=speed) for one, speed in zip(tried, speedups, strict=True))
         best, why = choose(candidates, len(held.val))
-        layers = f"{best.budget.attention} attention + {best.budget.activation} activation layers"
+        layers = f"{budget_text(best.budget)} layers"
         context.note(f"{layers} to remove, then width: {why}")
         return BalanceResult(
             target=_target(context),

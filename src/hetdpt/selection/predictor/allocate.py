@@ -14,6 +14,7 @@ import numpy as np
 from scipy.spatial import Delaunay
 
 from hetdpt.core.errors import PredictError
+from hetdpt.core.format import budget_text
 from hetdpt.core.goals import GOALS, Wanted, show
 from hetdpt.core.plan import Budget, Sample
 from hetdpt.results import Prices, Split
@@ -188,7 +189,7 @@ def _limits(predictor: Predictor, prices: Prices | None) -> Budget:
 
 def _preference(budget: Budget) -> tuple[int, int]:
     """Return a key that is larger for the preferred one of equals: fewer layers, then fewer attention layers."""
-    return -(budget.attention + budget.activation), -budget.attention
+    return -budget.layers, -budget.attention
 
 
 def _rank(split: Split) -> tuple[float, int, int]:
@@ -243,4 +244,4 @@ def _nearest(predictor: Predictor, split: Split) -> str:
     a, t = predictor.ratios(split.budget)
     x, y = min(predictor.points, key=lambda point: abs(point[0] - a) + abs(point[1] - t))
     removed = Budget(round((1 - x) * predictor.blocks), round((1 - y) * predictor.blocks))
-    return f"the nearest is {removed.attention} attention + {removed.activation} activation"
+    return f"the nearest is {budget_text(removed)}"
