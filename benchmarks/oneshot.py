@@ -148,7 +148,7 @@ def by_count(bench: Bench, rows: Rows, ways: list[str]) -> None:
         gains = {site: 1.0 for site in offered if kind in (None, site.kind)}
         begun, chosen = time.monotonic(), list[hetdpt.Site]()
         for choice in choose(bench.model, bench.batches, gains, max(COUNTS), judge=bench.judge, removal=removal):
-            chosen.append(choice.site)
+            chosen.append(choice.move)
             if len(chosen) in COUNTS:
                 plan = plan_of(chosen, removal)
                 seconds = round(time.monotonic() - begun)
@@ -167,7 +167,7 @@ def by_block(bench: Bench, rows: Rows) -> None:
             theirs = rows.add(way, count, model, blocks=blocks)
             target = dense - bench.macs(model)
             while sum(saved[site] for site in chosen) < target:
-                chosen.append(next(cheapest).site)
+                chosen.append(next(cheapest).move)
             enough = next(n for n in range(len(chosen) + 1) if sum(saved[site] for site in chosen[:n]) >= target)
             plan = plan_of(chosen[:enough], "calibrated")
             rows.add(f"calibrated, at the MACs of {count} {way}", enough, bench.pruned(plan), theirs, plan=str(plan))

@@ -2,6 +2,8 @@
 
     python benchmarks/paper.py costs [--quick] [--out benchmarks/results/paper_costs.json]
     python benchmarks/paper.py speed [--quick] [--runs 30] [--batch 8] [--groups NAME ...] [--out FILE]
+    python benchmarks/paper.py trim [--quick] [--runs 30] [--seconds S] [--batches 8] [--groups DeiT-S DeiT-B]
+                                    [--runtimes eager "ONNX Runtime" OpenVINO] [--plans NAME ...] [--out FILE]
 
 ``costs`` counts parameters and MACs of every dense and pruned model of the paper that we know, in every way in which
 its row can be read (``paper_models.py``); then it writes beside them, to paper_claims.json, what follows for the
@@ -14,8 +16,11 @@ paper's own figures (``paper_claims.py``). It is exact and the same everywhere; 
 
 ``speed`` times the models of a group in turns, with random weights; a speedup is the median ratio to the dense model
 within a round, efficiency that over the ratio of MACs (all of them counted). Of DINOv2-giant one block is timed, and
-the whole put together from that. ``--quick`` counts DeiT and the giant alone and leaves the claims out; it times
-DeiT-S and the block.
+the whole put together from that.
+
+``trim`` counts every plan that the paper publishes before and after ``hetdpt.trim_``, and times some of them both ways
+(``paper_trim.py``). ``--quick`` counts DeiT and the giant alone and leaves the claims out; it times
+DeiT-S and, without ``trim``, the block.
 """
 
 from __future__ import annotations
@@ -23,7 +28,9 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator, Mapping
 from functools import partial
+from itertools import product
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 from unittest.mock import patch
 
@@ -36,6 +43,10 @@ import torch
 from evidence import RESULTS, Key, Recorder, Results, interval
 from paper_claims import claims
 from paper_models import GIANT, WHOLE_BRANCHES, Subject, subjects
+from paper_trim import TIMED as TIMED_TRIMMED
+from paper_trim import Subject as TrimmedSubject
+from paper_trim import count_trimmed, time_trimmed
+from runtimes import RUNTIMES
 from timm.models.swin_transformer import WindowAttention
 from timm.models.vision_transformer import Attention
 from torch import nn
@@ -174,13 +185,29 @@ def _add(recorder: Recorder, key: Key, speedup: list[float], ratio: float, **mor
     recorder.add(key, speedup=speedup, mac_ratio=round(ratio, 5), efficiency=efficiency, **more)
 
 
+def trim(recorder: Recorder, options: argparse.Namespace, rounds: Rounds) -> None:
+    """Count the paper's plans with and without ``trim_``, and time those that were asked for."""
+    count_trimmed(recorder)
+    groups = options.groups or (["DeiT-S"] if options.quick else TIMED_TRIMMED)
+    with TemporaryDirectory() as scratch:
+        for group, runtime, batch in product(groups, options.runtimes, options.batches or [options.batch]):
+            plans = [plan for plan in TIMED_TRIMMED.get(group, ()) if plan in (options.plans or (plan,))]
+            chosen = [TrimmedSubject(group, plan) for plan in plans]
+            if chosen:
+                time_trimmed(recorder, runtime, batch, chosen, rounds, Path(scratch))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=("costs", "speed"))
+    parser.add_argument("part", choices=("costs", "speed", "trim"))
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--runs", type=int, default=30)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--groups", nargs="+", choices=GROUPS)
+    parser.add_argument("--runtimes", nargs="+", default=["eager"], choices=list(RUNTIMES), help="of trim")
+    parser.add_argument("--batches", nargs="+", type=int, help="of trim, in place of --batch")
+    parser.add_argument("--plans", nargs="+", help="of trim; all that are timed if none is given")
+    parser.add_argument("--seconds", type=float, help="of trim: time limit of a measurement, but at least 5 rounds")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     out = options.out or RESULTS / f"paper_{options.part}.json"
@@ -189,6 +216,8 @@ def main() -> None:
         count(recorder, options.quick)
         return None if options.quick else record_claims(out)
     runs = min(options.runs, QUICK_RUNS) if options.quick else options.runs
+    if options.part == "trim":
+        return trim(recorder, options, Rounds(runs, WARMUP, options.seconds))
     for group in options.groups or (QUICK_GROUPS if options.quick else GROUPS):
         if not Results.read(out).where(group=group, batch=options.batch):
             time_group(recorder, group, options.batch, runs)

@@ -116,7 +116,7 @@ def order_of_layers(bench: Bench, removal: Any, most: float) -> list[Any]:
     known = ready(bench.model, removal, SIZE)
     saved = {site: float(bench.dense_macs - bench.macs(merge_(without(known, site)))) for site in hetdpt.sites(known)}
     chosen = choose(bench.model, bench.batches, saved, most * bench.dense_macs, judge=bench.judge, removal=removal)
-    return [[choice.site.kind, choice.site.block] for choice in chosen]
+    return [[choice.move.kind, choice.move.block] for choice in chosen]
 
 
 def order_of_linear_blocks(bench: Bench, most: float) -> list[Any]:

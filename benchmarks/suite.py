@@ -48,6 +48,9 @@ FEW_MACS = ("--targets", "0.5", "0.4", "--peers", "ToMe", "hetdpt + ToMe")  # wh
 SUITE = (
     Step("paper.py", ("costs",), ("costs", "--quick"), "paper_costs"),
     Step("paper.py", ("speed",), ("speed", "--quick"), "paper_speed"),
+    Step("paper.py", ("trim",), ("trim", "--quick"), "paper_trim"),
+    Step("tail.py", ("accuracy",), None, "tail", needs_data=True),
+    Step("tail.py", ("speed",), ("speed", "--cases", "vit-tiny", "--runs", "5"), "tail"),
     Step("runtimes.py", (), ("--quick",), "runtimes"),
     Step("effort.py", (), ("--quick",), "effort"),
     Step("peers.py", (), QUICK_PEERS, "peers", needs_data=True, processes=2),

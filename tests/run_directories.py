@@ -178,7 +178,14 @@ def predicted() -> dict[str, Any]:
     cells = [asdict(split) for split in surface(predictor, prices())]
     return {
         "collect": {"samples": rows, "measured_on": "287 training images that were held out"},
-        "fit": {"blocks": BLOCKS, **known["fit"], "samples": points, "surface": cells, "warnings": known["warnings"]},
+        "fit": {
+            "blocks": BLOCKS,
+            **known["fit"],
+            "samples": points,
+            "surface": cells,
+            "prices": asdict(prices()),
+            "warnings": known["warnings"],
+        },
         "allocate": {
             "wanted": known["wanted"],
             "budget": asdict(Budget(3, 5)),

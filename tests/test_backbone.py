@@ -446,3 +446,12 @@ def test_finer_maps_may_be_left_out(family: Family) -> None:
     assert (sum(p.numel() for p in coarse.parameters()) < count) is (coarse.pyramid is not None)
     with pytest.raises(ModelError, match="the backbone has 2 maps, not 3; set maps to at least 1"):
         coarse.coarsest_(3)
+
+
+def test_a_trimmed_model_becomes_a_whole_backbone_and_a_tail_is_refused() -> None:
+    model = hetdpt.create("vit_tiny_patch16_224", img_size=32, num_classes=10)
+    expected = Backbone(hetdpt.create("vit_tiny_patch16_224", img_size=32, num_classes=10), width=16).channels
+    assert Backbone(hetdpt.trim_(model), width=16).channels == expected
+    with_tail = hetdpt.calibrate_(model, hetdpt.Plan(tail=2), [torch.randn(8, 3, 32, 32)])
+    with pytest.raises(ModelError, match="a backbone returns maps of patches, which a model with a tail does not"):
+        Backbone(with_tail)

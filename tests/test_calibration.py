@@ -17,8 +17,8 @@ import hetdpt
 from hetdpt.core.errors import DataError, ModelError, PlanError
 from hetdpt.core.fold import Means, Moments, fit_linear, fit_mean
 from hetdpt.core.gates import Constant, Mapped
-from hetdpt.core.plan import Plan
-from hetdpt.core.styles import STYLES, styles_for
+from hetdpt.core.plan import Plan, with_class_token
+from hetdpt.core.styles import STYLES, ClassToken, styles_for
 from hetdpt.measurement.agreement import outputs_of
 from hetdpt.surgery.calibrate import calibrate_, fit_sites, gate_fitted_, replaced
 from hetdpt.surgery.gate import gates_by_site
@@ -124,9 +124,11 @@ class TestLeastSquares:
 
 
 class TestPlanted:
-    def test_a_linear_ffn_is_recovered(self, vit: Family) -> None:
+    @pytest.mark.parametrize("class_token", ["share", "keep"])
+    def test_a_linear_ffn_is_recovered(self, vit: Family, class_token: ClassToken) -> None:
         model, dense = planted(vit), planted(vit)
-        calibrate_(model, Plan(activation=(1,), removal="calibrated"), batches_of(vit))
+        removal = with_class_token("calibrated", class_token)
+        calibrate_(model, Plan(activation=(1,), removal=removal), batches_of(vit))
         assert distance(run(model, vit.images()), run(dense, vit.images())) < ROUNDING
         assert record_of(model).plan.fits[0].r2 > 1 - 1e-8  # type: ignore[union-attr]
 
@@ -454,10 +456,15 @@ def test_the_way_a_function_is_written_makes_no_difference(way: str, style: str)
 
 
 @pytest.mark.parametrize(
-    "style", [*(pytest.param(style, marks=pytest.mark.slow) for style in ("constant", "position")), "linear"]
+    "removal",
+    [
+        *(pytest.param((style, "calibrated"), marks=pytest.mark.slow) for style in ("constant", "position")),
+        ("linear", "calibrated-keep"),
+    ],
+    ids=str,
 )
-def test_onnx(vit: Family, style: str, tmp_path: Path) -> None:
-    model = hetdpt.merge_(calibrate_(vit.build(), Plan((1,), (2,), removal=(style, "calibrated")), batches_of(vit)))
+def test_onnx(vit: Family, removal: tuple[str, str], tmp_path: Path) -> None:
+    model = hetdpt.merge_(calibrate_(vit.build(), Plan((1,), (2,), removal=removal), batches_of(vit)))
     assert hetdpt.export_onnx(model, tmp_path / "model.onnx").largest_difference < 1e-4
 
 

@@ -24,7 +24,7 @@ from torch import nn
 import hetdpt
 from hetdpt.adapters.preprocessing import preprocessing_of
 from hetdpt.core.errors import FileError, PredictError
-from hetdpt.core.plan import Budget, Plan
+from hetdpt.core.plan import KINDS, Budget, Plan
 from hetdpt.data.fixed_batches import ImageBatches
 from hetdpt.data.sources import open_data
 from hetdpt.flow.collection import work
@@ -34,6 +34,7 @@ from hetdpt.flow.execution import Execution
 from hetdpt.flow.recipes import quick
 from hetdpt.measurement.agreement import relative_difference
 from hetdpt.results import Prices, from_json
+from hetdpt.selection.predictor.rows import read_order
 from hetdpt.selection.predictor.samples import CollectConfig, SampleStep, fine_tune, prune_next
 from hetdpt.store.atomic import find_sealed_json
 from hetdpt.store.run_directory import share
@@ -115,6 +116,9 @@ def test_a_collection_is_complete(whole: Path) -> None:
     assert models_in(whole) == ["samples-a", "samples-aa", "samples-ag", "samples-g"]
     prices = hetdpt.Prices.from_json((whole / "prices.json").read_text())
     assert (len(prices.attention), len(prices.activation), prices.measured) == (3, 3, "cpu, float32, batch 1")
+    picked = [[int(row["layers"][1:]) for row in rows if row["chain"] == kind] for kind in KINDS]
+    order = read_order(whole / "samples.csv")
+    assert [[*order[0]][:2], [*order[1]][:1]] == picked
     assert json.loads((whole / "run.json").read_text())["blocks"] == 3
     assert rows[0]["accuracy"] == str(hetdpt.evaluate(hetdpt.load(whole / "dense"), "demo").top1)
 

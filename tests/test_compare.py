@@ -43,7 +43,6 @@ from hetdpt.selection.methods import METHODS
 from hetdpt.selection.predictor.samples import CollectConfig, SampleStep
 from hetdpt.selection.select import SelectConfig
 from hetdpt.store.atomic import write_csv
-from hetdpt.surgery.remove import place_
 
 run = test_cli.run  # the fixture
 BRIEF = {"training.epochs": 1, "training.batch_size": 8, "per_class": 4}
@@ -152,12 +151,12 @@ def test_the_last_epoch_counts_and_not_the_best(home: Path, whole: MethodCompari
     assert any(summary["best"] > summary["last"] for summary in found)
 
 
-def test_costs_are_those_of_the_merged_model(whole: MethodComparison, dense: nn.Module) -> None:
+def test_costs_are_those_of_the_merged_and_trimmed_model(whole: MethodComparison, dense: nn.Module) -> None:
     size = (3, 16, 16)
     costs = Costs.of(dense, size)
     assert (whole.dense.macs, whole.dense.params) == (costs.macs, costs.params)
     for row in whole.rows[::3]:
-        left = Costs.of(hetdpt.merge_(place_(deepcopy(dense), row.plan)), size)
+        left = hetdpt.plan_costs(dense, row.plan, size)
         assert (row.speed.macs, row.speed.params) == (left.macs, left.params)
     assert whole.measured == "cpu, float32, batch 1"
 

@@ -59,7 +59,7 @@ ANOTHER: dict[str, Any] = {
     "data_root": Path("root"), "download": True, "samples": Path("s.csv"),
     "out": Path("elsewhere"), "device": "mps", "workers": 3, "minutes": 3.0,
     **{name: "70%" if goal.is_cost else goal.parse(goal.example).value for name, goal in GOALS.items()},
-    "budget": (0, 2), "method": "map+te",
+    "budget": (0, 2), "method": "map+te", "class_token": "share", "tail": 2, "trim": False,
     "compare": ("te-static",), "removal": "plain", "images": 32, "rounds": (1, 1, 1), "candidates": "te",
     "explores": False, "plus": True, "depths": (1,), "tokens": "tome:3", "keep": "best", "export": ("onnx",),
     "onnx": True, "batch": 2,

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from hetdpt.core.gates import Behind, Gate, Mapped, Pass, Removed, StreamGelu, Zero
+from hetdpt.core.gates import Behind, Gate, Mapped, Pass, PatchMap, PatchPass, Removed, StreamGelu, Zero
 
 
 class Counting(nn.Module):
@@ -67,6 +67,47 @@ def test_trial_answers_with_the_replacement_and_gives_the_gradient_at_0(removed:
     torch.testing.assert_close(learned, [p.grad for p in (*layer.parameters(), *removed.parameters())])
     gate.eval()
     assert torch.equal(gate(x), layer(x))  # nothing is tried outside training
+
+
+@pytest.mark.parametrize("name", ["pass", "map"])
+def test_class_tokens_keep_the_layer_that_patches_lose(name: str) -> None:
+    torch.manual_seed(0)
+    layer, linear = Counting(), nn.Linear(4, 4)
+    removed = PatchPass(layer, 2) if name == "pass" else PatchMap(layer, 2, linear)
+    x = torch.randn(3, 7, 4)
+    kept, rest = layer(x[:, :2]), x[:, 2:] if name == "pass" else linear(x[:, 2:])
+    gate = Gate(layer, removed)
+    assert len([*gate.parameters()]) == 3 + 2 * (name == "map")  # those of the layer once, and the importance
+    assert torch.equal(gate(x), layer(x))
+    gate.is_open = False
+    assert torch.equal(gate(x), torch.cat((kept, rest), 1))
+    assert torch.equal(gate(x[:, :2]), kept)  # patches may have been left out before
+    state = {*layer.state_dict()}
+    removed.keep_()
+    assert torch.equal(layer(x), torch.cat((kept, rest), 1))
+    own = {f"patches.linear.{leaf}" for leaf in linear.state_dict()} if name == "map" else set[str]()
+    assert {*layer.state_dict()} - state == own
+    removed.release_()
+    assert torch.equal(layer(x)[:, :2], kept)
+    assert {*layer.state_dict()} == state
+
+
+def test_a_trial_of_patches_teaches_class_tokens_the_layer() -> None:
+    """The gradient of the importance at m = 0 is that of patches, as class tokens are the same on both sides."""
+    torch.manual_seed(0)
+    layer = nn.Sequential(nn.Linear(4, 4), nn.Tanh()).double()
+    removed = PatchMap(layer, 1, nn.Linear(4, 4).double())
+    gate = Gate(layer, removed)
+    gate.trial = torch.tensor([True, True])
+    x, target = torch.randn(2, 3, 4).double(), torch.randn(2, 3, 4).double()
+    loss = (gate(x) - target).pow(2).sum()
+    loss.backward()
+    slope = 2 * ((removed.replace(x) - target) * (layer(x) - removed.replace(x)))[:, 1:].sum().item()
+    assert gate.importance.grad.item() == pytest.approx(slope, rel=1e-5)
+    learned = layer[0].weight.grad.clone()
+    layer.zero_grad()
+    (layer(x[:, :1]) - target[:, :1]).pow(2).sum().backward()
+    torch.testing.assert_close(learned, layer[0].weight.grad)
 
 
 def test_trial_gives_twice_the_cost_of_removal_where_the_loss_is_quadratic_and_least_with_the_layer() -> None:

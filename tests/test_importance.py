@@ -264,9 +264,9 @@ class TestPrior:
         images, judge = (ImageBatches(data.train, preprocessing_of(dense), count=16, start=start) for start in (0, 16))
         sites = [site for site in hetdpt.sites(dense) if site.kind == "activation"]
         found = damage_of_each(dense, images, sites, judge=judge)
-        (choice,) = choose(dense, images, dict.fromkeys(sites, 1.0), 1, judge=judge)
+        (choice,) = choose(dense, images, sites, 1, judge=judge)
         assert list(found) == sites
-        assert (choice.site, choice.damage) == (min(found, key=found.__getitem__), min(found.values()))
+        assert (choice.move, choice.damage) == (min(found, key=found.__getitem__), min(found.values()))
 
     @pytest.mark.parametrize(
         ("explores", "images", "accumulate", "updates"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from math import inf, log
 from typing import Any
 
@@ -174,15 +175,16 @@ def test_the_memory_and_the_sizes_of_batches_make_no_difference(model: nn.Module
 
 
 @pytest.mark.parametrize("label", ["vit_tiny_patch16_224", "eva02_tiny_patch14_224"])
-def test_macs_saved_are_those_of_the_merged_model(label: str) -> None:
+def test_macs_saved_are_those_of_the_merged_and_trimmed_model(label: str) -> None:
     family = named(label)
     model = family.build()
     table = untimed(model, batches_of(family, 4))
     assert table.dense.macs == count_macs(model, family.size)
     base = ready(model, "plain", family.size)
-    for row in table.rows[:7]:
+    whole = table.dense.macs if "eva02" in label else count_macs(hetdpt.trim_(base), family.size)
+    for row in (*table.rows[:7], *table.rows[-2:]):
         merged = hetdpt.merge_(without(base, row.site, row.style))
-        assert row.macs_saved == table.dense.macs - count_macs(merged, family.size)
+        assert row.macs_saved == whole - count_macs(merged, family.size)
 
 
 def test_every_row_is_timed(model: nn.Module, vit: Family) -> None:
@@ -301,7 +303,7 @@ def test_the_best_style_of_a_tie_saves_more() -> None:
         ScanRow(site, style, 1.0, None, damage, damage < 1, saved, None)
         for style, damage, saved in (("linear", 2.0, 5), ("skip", 2.0, 9), ("norm", 3.0, 9))
     )
-    table = ScanTable(rows, True, 2.0, Costs(1, 2, 3), None, 4, 4, True)
+    table = ScanTable(rows, (), True, 2.0, Costs(1, 2, 3), None, 4, 4, True)
     assert table.best(site).style == "skip"
     assert table.irreplaceable == (site,)
 
@@ -380,3 +382,18 @@ def test_weights_that_are_not_finite_are_refused(model: nn.Module, vit: Family) 
     nn.init.constant_(linear_at(model, "blocks.0.attn.proj").weight, float("nan"))
     with pytest.raises(ModelError, match="^blocks.0.attn returns values that are not finite; check the weights"):
         untimed(model, batches_of(vit))
+
+
+# Tails
+
+
+def test_tails_are_compared_with_layers(vit: Family) -> None:
+    deeper = Family(vit.label, replace(vit.base, arguments={**vit.base.arguments, "depth": 4}), vit.side, 4, 4)
+    table = untimed(deeper.build(), batches_of(vit))
+    assert [tail.blocks for tail in table.tails] == [1, 2]
+    exact, fitted = table.tails
+    assert (exact.r2, round(exact.damage, 9)) == (None, 0.0)
+    assert fitted.r2 is not None
+    assert fitted.damage > exact.damage
+    assert fitted.macs_saved > exact.macs_saved > 0
+    assert ScanTable.from_json(table.to_json()) == table

@@ -8,7 +8,7 @@ import signal
 import subprocess
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -18,19 +18,23 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 from test_cli import SCRIPT, Run
-from test_selection import time_table
+from test_selection import prices_of
 from torch import Tensor, nn
 
 import hetdpt
 from hetdpt.core.errors import DataError, FileError, PlanError
+from hetdpt.core.modules import clone
+from hetdpt.core.plan import Tail, with_class_token
+from hetdpt.core.styles import ClassToken, ClassTokenChoice
 from hetdpt.flow import oneshot
 from hetdpt.flow.oneshot import OneShotResult, OneShotStep, oneshot_into, partial_of
 from hetdpt.measurement.agreement import measure_damage, relative_difference
-from hetdpt.results import Ratio
+from hetdpt.results import KeptBlock, Price, Prices, Ratio
 from hetdpt.selection import goal as goals
 from hetdpt.selection.goal import OneShotConfig
 from hetdpt.store.atomic import sha256
-from hetdpt.surgery.calibrate import calibrate_
+from hetdpt.surgery.calibrate import calibrate_, remove_
+from hetdpt.surgery.record import require_record
 
 run = test_cli.run  # the fixture
 FILES = ["README.md", "config.json", "hetdpt.json", "model.safetensors", "oneshot.json", "plan.json"]
@@ -84,14 +88,16 @@ def test_what_is_saved_is_what_was_measured(tmp_path: Path, dense: nn.Module, co
     assert names(tmp_path / "out") == FILES
     loaded = hetdpt.load(tmp_path / "out")
     assert measure_damage(dense, loaded, JUDGE) == found.damage
-    assert hetdpt.count_params(loaded) == found.costs["pruned"].params < found.costs["dense"].params
+    assert hetdpt.count_params(loaded) == found.costs["pruned"].params
+    assert hetdpt.count_macs(loaded, SIZE) == found.costs["pruned"].macs < found.costs["dense"].macs
+    assert found.costs["pruned"].params < found.costs["dense"].params or found.plan.class_token == "keep"
     assert [site for site in hetdpt.sites(dense) if site not in hetdpt.sites(loaded)] == sorted(
-        (choice.site for choice in found.choices), key=hetdpt.sites(dense).index
+        (choice.move for choice in found.choices), key=hetdpt.sites(dense).index
     )
     assert len(found.plan) == config.layers
     plan = hetdpt.Plan.from_json((tmp_path / "out" / "plan.json").read_text())
     assert (plan, plan.fits) == (found.plan, found.plan.fits)
-    assert len(plan.fits) == sum(bool(plan.style_of(choice.site.kind).fit) for choice in found.choices)
+    assert len(plan.fits) == sum(bool(plan.style_of(choice.move.kind).fit) for choice in found.choices)
     written = json.loads((tmp_path / "out" / "oneshot.json").read_text())
     assert written == json.loads(json.dumps(asdict(found)))
     assert (found.images, found.damage_unit) == ({"calibration": 24, "judge": 12}, "nats")
@@ -99,8 +105,43 @@ def test_what_is_saved_is_what_was_measured(tmp_path: Path, dense: nn.Module, co
 
 def test_it_is_the_whole_plan_calibrated_in_order_from_the_dense_model(tmp_path: Path, dense: nn.Module) -> None:
     found = shoot(tmp_path / "out", dense, OneShotConfig(layers=3))
-    expected = hetdpt.merge_(calibrate_(dense, found.plan, BATCHES))
+    expected = hetdpt.trim_(hetdpt.merge_(calibrate_(dense, found.plan, BATCHES)))
     assert relative_difference(expected, hetdpt.load(tmp_path / "out"), SIZE) == 0
+
+
+def test_the_model_is_trimmed_unless_that_is_turned_off(tmp_path: Path, dense: nn.Module) -> None:
+    trimmed, whole = (shoot(tmp_path / str(on), dense, OneShotConfig(layers=2, trim=on)) for on in (True, False))
+    models = [hetdpt.load(tmp_path / str(on)) for on in (True, False)]
+    assert [require_record(model).is_trimmed for model in models] == [True, False]
+    assert trimmed.plan == whole.plan
+    assert trimmed.costs["pruned"].macs == hetdpt.count_macs(models[0], SIZE) < whole.costs["pruned"].macs
+    assert relative_difference(*models, SIZE) < 1e-5  # float32 rounding of four blocks
+
+
+def test_a_model_that_cannot_be_trimmed_is_saved_with_a_note(tmp_path: Path) -> None:
+    dense = hetdpt.load(test_training_cli.build(tmp_path / "dense", global_pool="max"))
+    found = shoot(tmp_path / "out", dense, OneShotConfig(layers=1))
+    [note] = found.notes
+    assert note.startswith("not trimmed: this model cannot be trimmed: its output depends on patches")
+    assert not require_record(hetdpt.load(tmp_path / "out")).is_trimmed
+
+
+@pytest.mark.parametrize("class_token", ["auto", "keep", "share"])
+def test_the_class_token_keeps_its_ffn_where_that_does_less_damage(
+    tmp_path: Path, dense: nn.Module, class_token: ClassTokenChoice
+) -> None:
+    found = shoot(tmp_path / "out", dense, OneShotConfig(layers=2, kind="activation", class_token=class_token))
+    damages = {
+        choice: measure_damage(
+            dense,
+            remove_(clone(dense), replace(found.plan, removal=with_class_token("calibrated", choice)), BATCHES),
+            JUDGE,
+        )
+        for choice in get_args(ClassToken)
+    }
+    best = min(damages, key=damages.__getitem__)
+    assert found.plan.class_token == (best if class_token == "auto" else class_token)
+    assert found.damage == pytest.approx(damages[found.plan.class_token], rel=1e-4)
 
 
 def test_a_model_without_a_head_is_judged_by_its_features(tmp_path: Path, home: Path) -> None:
@@ -118,7 +159,7 @@ def test_a_pruned_model_can_lose_more(tmp_path: Path, dense: nn.Module) -> None:
     second = shoot(tmp_path / "two", hetdpt.load(tmp_path / "one"), OneShotConfig(layers=2))
     assert {*first.plan.attention} <= {*second.plan.attention}
     assert (len(second.plan), len(second.choices)) == (3, 2)
-    with pytest.raises(PlanError, match="pruned with removal 'calibrated' and the plan says 'plain'; use the same"):
+    with pytest.raises(PlanError, match="pruned with removal .*calibrated.* and the plan says 'plain'; use the same"):
         shoot(tmp_path / "three", hetdpt.load(tmp_path / "one"), OneShotConfig(layers=2, removal="plain"))
     assert names(tmp_path) == ["one", "two"]
 
@@ -139,6 +180,51 @@ def stopped(out: Path, dense: nn.Module, config: OneShotConfig, after: int) -> l
     with pytest.raises(KillError):
         shoot(out, dense, config, watch=watch)
     return steps
+
+
+def tail_prices(*_: Any, **__: Any) -> Prices:
+    """Return prices by which one more block of a tail saves 20 of 100 ms, and a layer 4."""
+    four, nothing = Price(0, 0, 4.0), Price(0, 0, 0.0)
+    kept = tuple(KeptBlock(Price(0, 0, 20.0), nothing, nothing, nothing, nothing) for _ in range(3))
+    return Prices(Price(1, 1, 100.0), (four,) * 3, (four,) * 3, "cpu, float32, batch 8", kept)
+
+
+@pytest.mark.parametrize("after", [1, 2])
+def test_a_tail_is_chosen_and_going_on_gives_the_same_model(
+    tmp_path: Path, dense: nn.Module, after: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(goals, "measure_prices", tail_prices)
+    monkeypatch.setattr(oneshot, "ATTEMPTS", 1)
+    config = OneShotConfig(speedup=2.0)  # of 80 ms after trimming 30 have to go, most of them by a tail
+    whole = shoot(tmp_path / "whole", dense, config)
+    assert whole.plan.tail > 1
+    assert Tail(whole.plan.tail) in [choice.move for choice in whole.choices]
+    assert {fit.kind for fit in whole.plan.fits} >= {"tail"}
+    assert json.loads((tmp_path / "whole" / "plan.json").read_text())["tail"] == whole.plan.tail
+    stopped(tmp_path / "out", dense, config, min(after, len(whole.choices)))
+    found = shoot(tmp_path / "out", dense, config)
+    assert (found.plan, found.choices, found.damage) == (whole.plan, whole.choices, whole.damage)
+    assert sha256(tmp_path / "out" / "model.safetensors") == sha256(tmp_path / "whole" / "model.safetensors")
+    assert require_record(hetdpt.load(tmp_path / "out")).plan.tail == whole.plan.tail
+
+
+@pytest.mark.parametrize("removal", ["calibrated", "plain"])
+def test_a_tail_may_be_given(tmp_path: Path, dense: nn.Module, removal: str) -> None:
+    found = shoot(tmp_path / "out", dense, OneShotConfig(layers=1, tail=2, removal=removal))
+    loaded = hetdpt.load(tmp_path / "out")
+    assert (found.plan.tail, len(found.plan), found.plan.is_any_fitted) == (2, 1, removal == "calibrated")
+    assert relative_difference(loaded, remove_(dense, found.plan, BATCHES), SIZE) < 1e-5  # trimmed and merged
+
+
+def test_an_impossible_tail_is_refused_at_once(tmp_path: Path, dense: nn.Module) -> None:
+    with pytest.raises(PlanError, match=r"tail of 9 blocks but this model has 3 blocks; give a tail of at most 3"):
+        shoot(tmp_path / "out", dense, OneShotConfig(layers=1, tail=9))
+    mean = hetdpt.load(test_training_cli.build(tmp_path / "mean", global_pool="avg"))
+    with pytest.raises(PlanError, match="this model cannot have a tail of 2: its output depends on patches"):
+        shoot(tmp_path / "out", mean, OneShotConfig(layers=1, tail=2))
+    with pytest.raises(PlanError, match="tail of a plan is how many of the last blocks it has, such as 2, not -1"):
+        OneShotConfig(layers=1, tail=-1)
+    assert names(tmp_path) == ["mean"]
 
 
 @pytest.mark.parametrize("after", [1, 4])
@@ -216,10 +302,7 @@ def clock(monkeypatch: pytest.MonkeyPatch, dense: nn.Module) -> list[float]:
         value = measured.pop(0)
         return replace(measure(models, *args, **options), speedup={"pruned": Ratio(value, value, value)})
 
-    def table(model: nn.Module, *_: Any, **__: Any) -> Any:
-        return time_table(dense, [10.0] * 6)
-
-    monkeypatch.setattr(goals, "latency_table", table)
+    monkeypatch.setattr(goals, "measure_prices", lambda *_, **__: prices_of([10.0] * 3, [10.0] * 3))
     monkeypatch.setattr(oneshot, "measure_throughput", timed)
     return measured
 
@@ -253,7 +336,7 @@ def test_the_times_of_layers_are_kept_for_going_on(
     clock += [1.3]
     config = OneShotConfig(speedup=1.3)
     stopped(tmp_path / "out", dense, config, 1)
-    monkeypatch.setattr(goals, "latency_table", None)  # would not be called in vain
+    monkeypatch.setattr(goals, "measure_prices", None)  # would not be called in vain
     assert len(shoot(tmp_path / "out", dense, config).plan) == 3
 
 
@@ -274,9 +357,9 @@ def test_oneshot_in_words(run: Run, home: Path, tmp_path: Path) -> None:
     lines = result.out.splitlines()
     chosen = json.loads((tmp_path / "out" / "oneshot.json").read_text())["choices"]
     for number, choice in enumerate(chosen, 1):
-        layer = f"{choice['site']['kind']} {choice['site']['block']}"
+        layer = f"{choice['move']['kind']} {choice['move']['block']}"
         assert lines[number - 1] == f"{number}/2: {layer}, damage {choice['damage']:.3g}"
-        assert sum(choice["site"]["path"] in line for line in lines) == 1
+        assert sum(choice["move"]["path"] in line for line in lines) == 1
     assert "damage so far" in result.out
     assert "x fewer MACs" in result.out
     assert "(cpu, float32, batch 8)" in result.out
@@ -351,7 +434,8 @@ def test_a_kill_loses_no_choice(run: Run, home: Path, tmp_path: Path) -> None:
         (
             ("--layers", 1, "--removal", "none"),
             "removal is one of plain, norm, authors, calibrated or a pair (attention style of skip, norm, constant, "
-            "position, linear; activation style of identity, calibrated, drop), not 'none'",
+            "position, linear; activation style of identity, calibrated, identity-keep, calibrated-keep, drop), "
+            "not 'none'",
         ),
     ],
 )

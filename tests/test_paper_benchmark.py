@@ -11,6 +11,7 @@ import numpy as np
 import paper
 import paper_claims
 import paper_swin
+import paper_trim
 import pytest
 from evidence import RESULTS, Recorder, Results
 from paper_models import DEIT, Subject, subjects
@@ -19,6 +20,7 @@ from paper_printed import _paper, printed, reference, rows_of
 import hetdpt
 from hetdpt.core.plan import Plan
 from hetdpt.measurement.costs import Costs
+from hetdpt.measurement.speed import Rounds
 
 COSTS, CLAIMS = (Results.read(RESULTS / f"paper_{name}.json") for name in ("costs", "claims"))
 PAPER = Path(__file__).parents[2] / "shared" / "paper" / "000_d32e1aa76b8001bc.txt"
@@ -297,3 +299,60 @@ def test_the_giant_is_put_together_from_a_block() -> None:
 )
 def test_the_models_that_are_timed_begin_with_the_dense_one(group: str, expected: list[str]) -> None:
     assert [subject.row for subject in paper.timed(group)] == expected
+
+
+# --- tokens that nothing reads left out -------------------------------------------------------------------------------
+
+TRIMMED = {  # ratios of MACs before and after, by hand from the formula of the issue
+    ("DeiT-B", "dense"): (1.0, 1.074),
+    ("DeiT-S", "paper/deit_small-6"): (1.295, 1.448),
+    ("DeiT-S", "paper/deit_small-8"): (1.436, 1.627),
+    ("DeiT-B", "paper/deit_base-8"): (1.438, 1.613),
+    ("DeiT-B", "paper/deit_base-10"): (1.615, 1.696),
+    ("DeiT-B", "paper/deit_base-10/te-static"): (1.615, 1.884),
+    ("DeiT-B", "paper/deit_base-6/attention-only"): (1.218, 1.330),
+}
+
+
+def test_trimmed_plans_have_the_ratios_of_macs_that_were_predicted() -> None:
+    found = Results.read(RESULTS / "paper_trim.json")
+    for (model, plan), expected in TRIMMED.items():
+        row = found.find(model=model, plan=plan)
+        assert row
+        assert (round(row.values["mac_ratio"], 3), round(row.values["trimmed_mac_ratio"], 3)) == expected
+    assert len([row for row in found.rows if "runtime" not in row.key]) == 20  # both dense models and 18 plans
+
+
+def test_a_plan_is_counted_again_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = paper_trim.Subject("DeiT-S", "paper/deit_small-8")
+    monkeypatch.setattr(paper_trim, "subjects", lambda: [one])
+    recorder = Recorder(tmp_path / "paper_trim.json")
+    paper_trim.count_trimmed(recorder)
+    [row] = Results.read(recorder.file).rows
+    committed = Results.read(RESULTS / "paper_trim.json").find(**one.key)
+    assert committed
+    assert row.values == committed.values
+
+
+def test_the_share_of_the_ratio_is_that_of_the_trimmed_model() -> None:
+    times = {("dense", False): 6.0, ("dense", True): 5.0, ("p", False): 4.0, ("p", True): 3.0}
+    macs = {("dense", False): 600, ("dense", True): 500, ("p", False): 400, ("p", True): 250}
+    row = paper_trim.row_of("p", {name: np.array([one, one]) for name, one in times.items()}, macs)
+    assert (row["speedup"][0], row["efficiency"][0]) == (1.5, 1.0)
+    assert (row["trimmed_speedup"][0], row["trimmed_mac_ratio"]) == (2.0, 2.4)
+    assert row["trimmed_efficiency"][0] == pytest.approx(2 / 2.4, abs=1e-4)
+    assert (row["gain"][0], row["mac_gain"]) == (pytest.approx(4 / 3, abs=1e-4), 1.6)
+
+
+def test_plans_are_timed_with_and_without_trimming(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(paper_trim.SIZES, "DeiT-S", "deit_tiny")
+    plans = [paper_trim.Subject("DeiT-S", name) for name in ("dense", "paper/deit_small-8")]
+    monkeypatch.setattr(paper_trim, "published_plans", lambda: {plans[1].plan: Plan((9, 10, 11), (10, 11))})
+    recorder = Recorder(tmp_path / "paper_trim.json")
+    for _ in range(2):
+        paper_trim.time_trimmed(recorder, "eager", 1, plans, Rounds(2, 0), tmp_path)
+        dense, pruned = Results.read(recorder.file).rows
+        monkeypatch.setattr(paper_trim, "_interleave", None)  # the second time nothing runs
+    assert dense.key == {"model": "DeiT-S", "plan": "dense", "runtime": "eager", "batch": 1}
+    assert dense.values["speedup"] == [1.0, 1.0, 1.0]
+    assert 1.04 < dense.values["trimmed_mac_ratio"] < 1.1 < 1.3 < pruned.values["trimmed_mac_ratio"]

@@ -117,6 +117,7 @@ class TestAWholeRun:
 
     def test_the_saved_model_is_the_one_that_was_measured(self, done: Path) -> None:
         model, summary = hetdpt.load(done / "model"), RunSummary.read(done)
+        assert require_record(model).is_trimmed
         assert hetdpt.evaluate(model, "demo").top1 == summary.pruned_accuracy
         assert Costs.of(model, (3, 16, 16)) == Costs(
             summary.params, summary.macs, Costs.of(model, (3, 16, 16)).macs_without_attention_products
@@ -127,7 +128,8 @@ class TestAWholeRun:
         values = json.loads((done / "summary.json").read_text())
         assert values.keys() >= {"dense_accuracy", "pruned_accuracy", "speedup", "macs", "params", "plan", "device"}
         assert values["macs"] < values["dense_macs"]
-        assert values["params"] < values["dense_params"]
+        is_kept = hetdpt.Plan.from_dict(values["plan"]).class_token == "keep"  # FFNs stay, for the class token
+        assert is_kept or values["params"] < values["dense_params"]
         plan = Plan.from_dict(values["plan"])
         assert len(plan) == 2
         assert values["budget"] == {"attention": len(plan.attention), "activation": len(plan.activation)}
@@ -177,7 +179,7 @@ class TestWhatHasChanged:
         [
             ({"recovery.training.epochs": 2}, "recover", "recovery.training.epochs = 1, not 2"),
             ({"layers": 3}, "allocate", "layers = 2, not 3"),
-            ({"removal": "plain"}, "analyse", 'removal = "calibrated", not "plain"'),
+            ({"removal": "plain"}, "analyse", r'removal = \["constant", "calibrated-keep"\], not "plain"'),
             ({"keep": "best"}, "merge", 'keep = "last", not "best"'),
             ({"collection.training.lr": 1e-3}, "collect", "collection.training.lr = 0.0005, not 0.001"),
         ],
@@ -381,6 +383,39 @@ class TestOtherWays:
         summary = hetdpt.run(asked(tmp_path, **changes, compare=[], onnx=True))
         assert summary.macs < summary.dense_macs
         assert (tmp_path / "run" / "model.onnx").is_file()
+
+    @pytest.mark.parametrize("removal", ["calibrated", "plain"])
+    def test_layers_are_chosen_in_front_of_a_tail(self, home: Path, tmp_path: Path, removal: str) -> None:
+        goal = {"budget": [1, 0], "layers": None, "rounds": None, "compare": [], "tail": 2, "removal": removal}
+        config = asked(home, out=tmp_path / "run", **goal)
+        summary = hetdpt.run(config)
+        assert (summary.plan.tail, summary.plan.attention) == (2, (0,))
+        assert summary.plan.is_any_fitted == (removal == "calibrated")
+        model = hetdpt.load(config.out / "model")
+        assert require_record(model).plan.tail == 2
+        assert hetdpt.count_macs(model, (3, 16, 16)) == summary.macs
+        assert hetdpt.evaluate(model, "demo").top1 == summary.pruned_accuracy
+
+    @pytest.mark.slow
+    def test_a_tail_is_chosen_by_damage(self, home: Path, tmp_path: Path) -> None:
+        found: list[Event] = []
+        goal = {"layers": None, "macs": "70%", "compare": [], "tail": None}
+        summary = hetdpt.run(asked(home, out=tmp_path / "run", **goal), watch=found.append)
+        [line] = [event.text for event in found if event.kind == "note" and event.text.startswith("tail: ")]
+        assert line.startswith(f"tail: {summary.plan.tail} block")
+        assert summary.macs <= 0.7 * summary.dense_macs
+
+    def test_when_a_tail_is_chosen(self, home: Path) -> None:
+        free: dict[str, Any] = {"layers": None, "macs": "70%", "compare": [], "tail": None}
+        assert asked(home, **free).tail_goal == {"macs": "70%"}
+        for change in ({"tail": 0}, {"removal": "plain"}, {"trim": False}, {"macs": None, "layers": 2}, {"plus": True}):
+            assert asked(home, **{**free, **change}).tail_goal == {}
+
+    def test_an_impossible_tail_is_refused_before_hours_are_spent(self, home: Path, tmp_path: Path) -> None:
+        with pytest.raises(PlanError, match="the plan has a tail of 7 blocks but this model has 3 blocks"):
+            hetdpt.run(asked(home, out=tmp_path / "run", compare=[], tail=7))
+        with pytest.raises(PlanError, match="a run with --tail removes layers by one method .*; leave out --compare"):
+            asked(home, tail=2)
 
     def test_a_directory_of_other_things_is_refused(self, home: Path, tmp_path: Path) -> None:
         (tmp_path / "config.yaml").write_text("mine: 1")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import FrozenInstanceError, replace
+from dataclasses import FrozenInstanceError, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +18,18 @@ from hetdpt.core.plan import (
     Budget,
     Measurement,
     Plan,
+    Removal,
     Sample,
     Site,
+    with_class_token,
 )
 from hetdpt.core.published import published_plan, published_plans
 from hetdpt.core.styles import PRESETS, styles_for
 
 REFERENCE = json.loads((Path(__file__).parents[1] / "benchmarks" / "reference" / "reference.json").read_text())
 DEIT_S = Anatomy(12, 384, tuple(range(12)), tuple(range(12)))
+
+KEYS = ", ".join(sorted(field.name for field in fields(Plan)))
 
 blocks = st.sets(st.integers(0, 60)).map(tuple)
 removals = st.sampled_from([*PRESETS]) | st.tuples(
@@ -38,8 +42,8 @@ anatomies = st.builds(
     blocks.map(sorted).map(tuple),
     blocks.map(sorted).map(tuple),
 )
-plans = st.builds(Plan, blocks, blocks, removals, st.none() | anatomies)
-keys = st.sampled_from(["attention", "activation", "removal", "anatomy", "other"])
+plans = st.builds(Plan, blocks, blocks, removals, st.none() | anatomies, tail=st.integers(0, 60))
+keys = st.sampled_from(["attention", "activation", "removal", "anatomy", "tail", "other"])
 leaves = st.none() | st.booleans() | st.integers() | st.text()
 written = st.recursive(leaves, lambda part: st.lists(part) | st.dictionaries(keys, part))
 # Time is not what is tested here, and the machine may be busy.
@@ -113,10 +117,34 @@ def test_a_removal_has_a_name_or_is_a_pair(name: str) -> None:
 def test_an_unknown_removal_is_refused(wrong: Any) -> None:
     text = (
         "removal is one of plain, norm, authors, calibrated or a pair (attention style of skip, norm, constant, "
-        f"position, linear; activation style of identity, calibrated, drop), not {wrong!r}"
+        "position, linear; activation style of identity, calibrated, identity-keep, calibrated-keep, drop), "
+        f"not {wrong!r}"
     )
     with refused(text):
         Plan(removal=wrong)
+
+
+@pytest.mark.parametrize(
+    ("share", "keep"),
+    [
+        ("calibrated", ("constant", "calibrated-keep")),
+        ("plain", ("skip", "identity-keep")),
+        (("linear", "identity"), ("linear", "identity-keep")),
+    ],
+)
+def test_the_class_token_keeps_its_ffn_or_shares_that_of_patches(share: Removal, keep: Removal) -> None:
+    assert (with_class_token(share, "keep"), with_class_token(keep, "keep")) == (keep, keep)
+    assert (with_class_token(share, "share"), with_class_token(keep, "share")) == (share, share)
+    assert (Plan(removal=share).class_token, Plan(removal=keep).class_token) == ("share", "keep")
+
+
+@pytest.mark.parametrize("removal", ["authors", ("skip", "drop")])
+def test_other_removals_have_nothing_to_keep(removal: Removal) -> None:
+    with refused(
+        "the class token can keep its FFN with activation style 'identity' or 'calibrated', not with removal "
+        f"{removal!r}; use class_token 'share'"
+    ):
+        with_class_token(removal, "keep")
 
 
 @few
@@ -162,12 +190,13 @@ def test_a_hand_written_plan_needs_only_what_it_removes() -> None:
             "a plan is a JSON object, but got invalid JSON (Expecting value: line 1 column 1 (char 0)); "
             "see Plan.to_json",
         ),
-        ("[1, 10]", "a plan is a JSON object with keys activation, anatomy, attention, fits, removal, not list"),
-        ("null", "a plan is a JSON object with keys activation, anatomy, attention, fits, removal, not NoneType"),
-        (
-            '{"atention": [1], "b": 2}',
-            "a plan has the keys activation, anatomy, attention, fits, removal, not atention, b",
-        ),
+        ("[1, 10]", f"a plan is a JSON object with keys {KEYS}, not list"),
+        ("null", f"a plan is a JSON object with keys {KEYS}, not NoneType"),
+        ('{"atention": [1], "b": 2}', f"a plan has the keys {KEYS}, not atention, b"),
+        ('{"tail": -1}', "tail of a plan is how many of the last blocks it has, such as 2, not -1"),
+        ('{"tail": 1.5}', "tail of a plan is how many of the last blocks it has, such as 2, not 1.5"),
+        ('{"tail": "2"}', "tail of a plan is how many of the last blocks it has, such as 2, not '2'"),
+        ('{"tail": true}', "tail of a plan is how many of the last blocks it has, such as 2, not True"),
         ('{"attention": 1}', "attention of a plan lists block numbers counted from 0, such as (1, 10), not 1"),
         (
             '{"activation": [0.5]}',
@@ -197,6 +226,21 @@ def test_what_is_wrong_with_a_written_plan_is_said(text: str, says: str) -> None
 def test_nesting_without_end_is_not_a_crash() -> None:
     with pytest.raises(PlanError, match=r"^a plan is a JSON object, but got invalid JSON"):
         Plan.from_json("[" * 200_000)
+
+
+def test_a_plan_written_before_there_were_tails_has_none() -> None:
+    values = {"attention": [1], "activation": [], "removal": "plain", "anatomy": None, "fits": []}
+    assert Plan.from_json(json.dumps(values)) == Plan(attention=(1,), tail=0)
+
+
+def test_a_tail_is_part_of_a_plan() -> None:
+    plan = Plan(attention=(1,), tail=2)
+    assert (len(plan), plan.tail, plan.is_empty, plan.needs_images) == (1, 2, False, True)
+    assert (Plan(tail=1).is_empty, Plan(tail=1).needs_images, Plan().is_empty) == (False, False, True)
+    assert Plan.from_json(plan.to_json()) == plan != Plan(attention=(1,))
+    Plan(tail=12).check(DEIT_S)
+    with refused("the plan has a tail of 13 blocks but this model has 12 blocks; give a tail of at most 12"):
+        Plan(tail=13).check(DEIT_S)
 
 
 def test_a_plan_that_fits_is_accepted() -> None:

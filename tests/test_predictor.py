@@ -19,10 +19,12 @@ from scipy.stats import binom, chi2
 from scipy.stats import t as student_t
 
 import hetdpt
-from hetdpt import Budget, Predictor, Price, Prices, Sample, Split, allocate, fit_predictor, frontier
+from hetdpt import Budget, Plan, Predictor, Price, Prices, Sample, Split, allocate, fit_predictor, frontier
 from hetdpt.core.errors import PredictError
 from hetdpt.core.goals import GOALS
+from hetdpt.results import KeptBlock
 from hetdpt.selection.predictor.polynomial import DEGREES, LeaveTwoOut
+from hetdpt.selection.predictor.rows import read_order
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 REFERENCE = json.loads((BENCHMARKS / "reference" / "reference.json").read_text())
@@ -430,12 +432,13 @@ def brute_force(
     return Budget(-attention, attention - layers)
 
 
+SPREAD = {2: (0, 1), 3: (0, 2, 1), 4: (0, 2, 1, 3), 5: (0, 4, 2, 1, 3), 6: (0, 4, 2, 1, 5, 3)}
+
+
 def _left(prices: Prices, i: int, j: int) -> dict[str, float]:
-    saved = {
-        what: i * float(np.mean([getattr(price, what) for price in prices.attention]))
-        + (j * float(np.mean([getattr(price, what) for price in prices.activation])) if j else 0)
-        for what in ("macs", "params", "ms")
-    }
+    layers = [prices.attention[block] for block in SPREAD.get(len(prices.attention), (0,))[:i]]
+    layers += [prices.activation[block] for block in SPREAD.get(len(prices.activation), (0,))[:j]]
+    saved = {what: sum(getattr(price, what) for price in layers) for what in ("macs", "params", "ms")}
     return {"macs": 40 - saved["macs"], "params": 40 - saved["params"], "speedup": 40 / (40 - saved["ms"])}
 
 
@@ -754,16 +757,50 @@ def test_a_corner_is_told() -> None:
 # --- prices ----------------------------------------------------------------------------------------------------------
 
 
-def test_the_price_of_a_split_is_the_mean_over_the_layers_that_could_be_meant() -> None:
-    prices = some_prices(4, seed=1)
-    left = []
-    for attention, activation in product(combinations(prices.attention, 2), combinations(prices.activation, 3)):
-        left.append([40 - sum(getattr(p, what) for p in attention + activation) for what in ("macs", "params", "ms")])
-    found = prices.of(Budget(2, 3))
-    assert (found.macs, found.params, found.ms) == pytest.approx(np.mean(left, axis=0).tolist(), rel=1e-12)
+def test_a_split_is_priced_for_the_layers_that_would_be_removed() -> None:
+    prices = replace(some_prices(4, seed=1), order=((3, 1), (2,)))
+    found, plan = prices.of(Budget(2, 3)), Plan(attention=(1, 3), activation=(0, 1, 2))  # 2 first, then 0 and 1
+    assert prices.plan_of(Budget(2, 3)) == plan
+    assert found == prices.of(plan)
     assert found.ms
-    assert prices.speedup(Budget(2, 3)) == pytest.approx(40 / found.ms, rel=1e-12)
-    assert prices.of(Budget(0, 0)) == prices.dense
+    assert prices.speedup(Budget(2, 3)) == prices.speedup(plan) == 40 / found.ms
+    assert prices.measures(Budget(2, 3)) == prices.measures(plan)
+    assert prices.of(Budget(0, 0)) == prices.of(Plan()) == prices.dense
+    some = replace(prices, attention=(prices.attention[0], None, *prices.attention[2:]))
+    assert (some.count("attention"), some.plan_of(Budget(2, 0)).attention) == (3, (0, 3))
+    with pytest.raises(PredictError, match="^the prices have no attention 1, which the plan removes$"):
+        some.of(Plan(attention=(1,)))
+
+
+def kept_blocks(count: int) -> Prices:
+    """Return prices of blocks of 100 without patches: attention saves 40 of 100, then 20 of 30, patches 70."""
+    kept = KeptBlock(Price(70, 0), Price(20, 1), Price(5, 2), Price(0, -3), Price(0, -0.5))
+    return Prices(Price(100 * count, 100), (Price(40, 1),) * count, (Price(30, 2),) * count, kept=(kept,) * count)
+
+
+def test_patches_stop_at_the_last_attention_that_is_left_or_where_the_tail_begins() -> None:
+    prices = kept_blocks(4)
+    costs = {
+        Plan(): (3, 400 - 70, 100),
+        Plan(attention=(0,)): (3, 400 - 40 - 70, 99),
+        Plan(attention=(3,)): (2, 400 - 2 * 70 - 20, 99),
+        Plan(attention=(3,), activation=(1, 2)): (2, 400 - 2 * 70 - 20 - 30 - 5, 95),
+        Plan(attention=(0, 1, 2, 3)): (0, 400 - 4 * 70 - 4 * 20, 96),
+        Plan(tail=1): (3, 400 - 70, 100),
+        Plan(tail=3): (1, 400 - 3 * 70, 106),
+        Plan(attention=(2, 3), tail=3): (1, 400 - 3 * 70 - 2 * 20, 98),
+        Plan(attention=(1,), tail=3): (1, 400 - 3 * 70 - 20, 105.5),
+        Plan(attention=(1, 2, 3), tail=2): (0, 400 - 4 * 70 - 3 * 20, 97.5),
+    }
+    for plan, expected in costs.items():
+        found = prices.of(plan)
+        assert (prices.stop(plan), found.macs, found.params) == expected, plan
+    pruned = replace(prices, kept=(*prices.kept[:3], replace(prices.kept[3], fitted=None)))  # type: ignore[type-var]
+    assert pruned.stop(Plan()) == 2
+    pooled = replace(prices, kept=(None, None, None, prices.kept[3]))  # the mean of patches is read
+    assert pooled.stop(Plan(attention=(2, 3))) == 3
+    assert replace(prices, kept=()).stop(Plan(attention=(3,))) == 4
+    assert replace(prices, tail=3).of(Budget(0, 0)) == prices.of(Plan(tail=3))
 
 
 def test_no_time_is_no_speedup_and_all_of_it_is_infinite() -> None:
@@ -778,8 +815,12 @@ def test_no_time_is_no_speedup_and_all_of_it_is_infinite() -> None:
 def test_prices_go_through_json(activations: int) -> None:
     prices = replace(some_prices(3, seed=2, activations=activations), measured="cpu, float32, batch 8")
     assert Prices.from_json(prices.to_json()) == prices
-    untimed = Prices(Price(10, 10), (Price(1, 1),), (Price(1, 1),))
+    untimed = Prices(Price(10, 10), (Price(1, 1),), (None,))
     assert Prices.from_json(untimed.to_json()) == untimed
+    trimmed = replace(kept_blocks(2), order=((1,), ()), tail=2, whole=Price(300, 100))
+    assert Prices.from_json(trimmed.to_json()) == trimmed
+    pooled = replace(trimmed, kept=(None, trimmed.kept[1]), tail=1)
+    assert Prices.from_json(pooled.to_json()) == pooled
 
 
 def _damaged(change: Callable[[dict[str, Any]], object]) -> str:
@@ -799,6 +840,9 @@ def _damaged(change: Callable[[dict[str, Any]], object]) -> str:
         (_damaged(lambda values: values.pop("dense")), "'dense'"),
         (_damaged(lambda values: values.pop("attention")), "'attention'"),
         (_damaged(lambda values: values.pop("measured")), "'measured'"),
+        (_damaged(lambda values: values.pop("kept")), "they have no 'kept', so an older version wrote them"),
+        (_damaged(lambda values: values.update(kept=[None])), "they are of models with different numbers of blocks"),
+        (_damaged(lambda values: values.update(order=[[1]])), "not enough values to unpack"),
         (_damaged(lambda values: values["dense"].pop("macs")), "missing 1 required positional argument: 'macs'"),
         (_damaged(lambda values: values["dense"].update(watts=3)), "unexpected keyword argument 'watts'"),
         (_damaged(lambda values: values["dense"].update(macs="many")), "are no numbers"),
@@ -1102,3 +1146,24 @@ print([name for name in ("torch", "timm", "transformers", "torchvision") if name
 """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     assert result.stdout.splitlines() == ["Budget(attention=4, activation=4) 25", "[]"]
+
+
+# --- the order in which layers were removed --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "order"),
+    [
+        ("attention,activation,accuracy\n0,0,80\n", ((), ())),
+        (
+            "attention,activation,accuracy,chain,layers\n0,0,80,dense,\n1,0,79,attention,a3\n2,0,78,attention,a1\n"
+            "0,1,79,activation,g2\n1,1,77,interleaved,g0\n2,1,76,interleaved,a0\n",
+            ((3, 1, 0), (2, 0)),
+        ),
+        ("attention;activation;accuracy;layers\n1;1;80;a4 g5\n1;0;70;all\n", ((4,), (5,))),
+    ],
+    ids=["no layers", "chains", "by hand"],
+)
+def test_a_table_of_samples_says_in_which_order_layers_were_removed(tmp_path: Path, text: str, order: Any) -> None:
+    (tmp_path / "samples.csv").write_text(text)
+    assert read_order(tmp_path / "samples.csv") == order

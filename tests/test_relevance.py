@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 import hetdpt
 from hetdpt.adapters.heads import class_names, find_class, logits_of
-from hetdpt.adapters.maps import _MapWatch, look
+from hetdpt.adapters.maps import MapWatch, look
 from hetdpt.adapters.models import unfuse_
 from hetdpt.adapters.preprocessing import preprocessing_of
 from hetdpt.adapters.windows import find_windows
@@ -250,7 +250,7 @@ def test_fused_attention_gives_the_same_maps_and_stays_fused(label: str) -> None
 @pytest.mark.parametrize("mask", [None, torch.randn(2, 1, 5, 5), torch.eye(5) + torch.eye(5).roll(1, 1) > 0])
 def test_attention_in_two_products_is_what_the_fused_operator_computes(mask: Tensor | None) -> None:
     query, key, value = (torch.randn(2, 3, 5, 4) for _ in range(3))
-    watch = _MapWatch()
+    watch = MapWatch()
     watch.begin("here")
     with watch:
         ours = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=0.9)

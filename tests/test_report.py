@@ -36,7 +36,7 @@ def table_of(blocks: int = 3, kinds: tuple[Kind, ...] = KINDS, is_timed: bool = 
                 site = Site(kind, block, f"blocks.{block}.{kind}", style == "drop")
                 rows.append(ScanRow(site, style, 100 * damage, r2, damage, damage <= 2, 1000 + block, saved))
     whole = Measurement("latency", 95.0, "ms", "cpu", "float32", 8, 1.0, 20) if is_timed else None
-    return ScanTable(tuple(rows), True, 4.0, Costs(1, 10**9, 10**9), whole, 256, 128, True)
+    return ScanTable(tuple(rows), (), True, 4.0, Costs(1, 10**9, 10**9), whole, 256, 128, True)
 
 
 # The table

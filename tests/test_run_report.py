@@ -10,7 +10,7 @@ import re
 import subprocess
 import sys
 import warnings
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
@@ -47,6 +47,7 @@ from hetdpt.report.headline import title
 from hetdpt.report.run import RunRecord
 from hetdpt.report.run_charts import blocks, frontier, layers_and_width, methods, recovery, surface, turns_of
 from hetdpt.report.write import REPORTS, write_report, write_reports
+from hetdpt.results import KeptBlock, Price
 from hetdpt.store.stage_directory import CONFIG, FLOW, STAGE, SUMMARY, stage_directory
 
 run = test_cli.run  # the fixture
@@ -446,7 +447,7 @@ def test_a_frontier_without_times_counts_layers(full: Path) -> None:
     untimed = {**asdict(prices()), "dense": {"macs": 1, "params": 1, "ms": None}}
     untimed |= {kind: [{"macs": 0, "params": 0, "ms": None}] * BLOCKS for kind in KINDS}
     with_times = frontier(RunRecord.read(full)).pictures[0][0]
-    change_stage(full, "analyse", prices=untimed)
+    change_stage(full, "fit", prices=untimed)
     without = frontier(RunRecord.read(full)).pictures[0][0]
     assert "layers removed" in without
     assert "layers removed" not in with_times
@@ -475,6 +476,19 @@ def test_an_interval_without_ends_is_no_interval(full: Path) -> None:
 def test_the_method_of_the_run_is_compared_too(full: Path) -> None:
     picture = wide(methods(RunRecord.read(full)))
     assert [hint.split("\n")[0] for hint in hints(picture)] == ["dense", "random", "attention-only", "hetdpt"]
+
+
+def test_a_tail_is_drawn_and_said(full: Path) -> None:
+    saved = Price(1_000_000, 0, 0.1)
+    kept = KeptBlock(patches=saved, attention=saved, activation=saved, fitted=saved, unmerged=None)
+    chosen = RunRecord.read(full).results.select
+    assert chosen is not None
+    change_stage(full, "analyse", prices=asdict(replace(prices(), kept=(kept,) * BLOCKS)))
+    change_stage(full, "select", plan=asdict(replace(chosen.plan, tail=3)))
+    write_reports(full)
+    record = RunRecord.read(full)
+    assert f"patches are not updated from block {BLOCKS - 3} on" in wide(blocks(record)).get("aria-label", "")
+    assert "only the class token is updated, patches are not (a fitted tail)" in Page.read(full).text
 
 
 @pytest.mark.parametrize("width", [312, 820])

@@ -64,9 +64,10 @@ def test_a_table_and_the_files(run: Run, dense: Path, tmp_path: Path) -> None:
     assert sorted(file.name for file in out.iterdir()) == ["scan.csv", "scan.json", "scan.png"]
     table = table_in((out / "scan.json").read_text())
     with (out / "scan.csv").open(newline="") as file:
-        assert len(list(csv.DictReader(file))) == len(table.rows)
+        assert len(list(csv.DictReader(file))) == len(table.rows) + len(table.tails)
     with Image.open(out / "scan.png") as image:
         assert image.width > 1000
+    assert "tails: damage if patches are not updated" in result.out
     assert max(map(len, result.out.splitlines())) <= 120
     for row in table.rows:
         assert row.style in result.out
@@ -124,7 +125,7 @@ def test_progress_now_and_then_where_nobody_watches(run: Run, dense: Path, monke
     result = run("scan", dense, *FAST)
     assert result.code == 0
     assert re.search(r"^fitting 2/2, 0:00:00 left$", result.err, re.MULTILINE)
-    assert re.search(r"^comparing 3/30, \d:\d\d:\d\d left$", result.err, re.MULTILINE)
+    assert re.search(r"^comparing 3/32, \d:\d\d:\d\d left$", result.err, re.MULTILINE)
     assert run("scan", dense, *FAST, "--quiet").err == ""
     assert run("scan", dense, *FAST, "--json").err == ""
 

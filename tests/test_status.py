@@ -35,6 +35,7 @@ EPOCHS = [
 ]
 FIT = {"blocks": 4, "degree": 2, "mae": 0.413, "rmse": 0.5, "explained": 0.9, "formula": "P", "pruned_formula": "p"}
 FIT |= {"coefficients": {}, "pruned_coefficients": {}, "tried": []}
+PRICES: dict[str, Any] = {"dense": {"macs": 1, "params": 1}, "attention": [], "activation": []}
 RESULTS: dict[str, dict[str, Any]] = {
     "analyse": {
         "model": "demo",
@@ -46,13 +47,13 @@ RESULTS: dict[str, dict[str, Any]] = {
         "accuracy": SCORES,
         "params": 1,
         "macs": 1,
-        "prices": {"dense": {"macs": 1, "params": 1}, "attention": [], "activation": []},
+        "prices": PRICES,
     },
     "collect": {
         "samples": [{"budget": {"attention": 0, "activation": 1}, "accuracy": 97.0}] * 7,
         "measured_on": "held out",
     },
-    "fit": {**FIT, "samples": [], "surface": []},
+    "fit": {**FIT, "samples": [], "surface": [], "prices": PRICES},
     "allocate": {
         "wanted": {"layers": 3},
         "budget": {"attention": 2, "activation": 1},

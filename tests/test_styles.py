@@ -99,7 +99,8 @@ def test_what_is_left_of_a_branch_costs_what_the_row_says(style: Style, vit: Fam
     calibrate_(model, plan_of(style), [images]) if style.fit else hetdpt.prune_(model, plan_of(style))
     hetdpt.merge_(model, fold_constants=False)
     assert hetdpt.count_params(model) == before - params + evaluate(style.parameters)
-    assert hetdpt.count_macs(model, vit.size) == macs - N * (linear + mixing - evaluate(style.macs))
+    changed = N - 1 if style.class_token == "keep" else N  # tokens
+    assert hetdpt.count_macs(model, vit.size) == macs - changed * (linear + mixing - evaluate(style.macs))
 
 
 MERGES = {"bias": "folds into the bias before it", "pair": "`fc1` and `fc2` into one layer", None: "–"}
@@ -108,6 +109,8 @@ MERGES = {"bias": "folds into the bias before it", "pair": "`fc1` and `fc2` into
 def models_for(style: Style) -> str:
     if style.is_per_position:
         return "images before tokens; the image size is then fixed"
+    if style.class_token == "keep":
+        return "a class token, tokens (B, N, D)" + ("" if style.allows_gated else "; FFNs without a gate")
     if not style.allows_gated:
         return "FFNs without a gate"
     return "all"

@@ -18,8 +18,9 @@ import hetdpt
 from hetdpt.core.errors import ModelError, PlanError
 from hetdpt.core.modules import clone
 from hetdpt.core.plan import Plan
-from hetdpt.measurement.agreement import relative_difference
-from hetdpt.surgery.calibrate import gate_fitted_
+from hetdpt.measurement.agreement import outputs_of, relative_difference
+from hetdpt.surgery.calibrate import calibrate_, gate_fitted_
+from hetdpt.surgery.record import parts_of, require_record
 from hetdpt.training.drop_paths import drop_paths
 
 PLAN = Plan(attention=(0, 2), activation=(1, 2))
@@ -69,6 +70,74 @@ def test_other_styles_keep_the_contract(label: str, removal: str | tuple[str, st
     pruned = run(hetdpt.prune_(model, plan), images)
     assert torch.equal(gated, pruned)
     torch.testing.assert_close(run(hetdpt.merge_(model), images), pruned, **CLOSE)
+
+
+@pytest.mark.parametrize(
+    ("label", "protected"),
+    [
+        ("vit_tiny_patch16_224", 1),
+        ("deit_tiny_distilled_patch16_224", 2),
+        ("vit_small_patch16_dinov3", 5),
+        ("vit_medium_patch16_reg4_gap_256", 4),
+        ("beit_base_patch16_224", 1),
+        ("hf ViTForImageClassification", 1),
+        ("hf DeiTForImageClassificationWithTeacher", 2),
+    ],
+)
+@pytest.mark.parametrize("style", ["identity-keep", "calibrated-keep"])
+def test_class_tokens_keep_their_ffn(label: str, protected: int, style: str, tmp_path: Path) -> None:
+    """Gated = pruned = merged = loaded; for class tokens the FFN is what it was, for patches it is not."""
+    class_tokens_keep_their_ffn(named(label), protected, style, tmp_path)
+
+
+def test_class_tokens_keep_a_gated_ffn(tmp_path: Path) -> None:
+    class_tokens_keep_their_ffn(named("eva02_tiny_patch14_224"), 1, "calibrated-keep", tmp_path)
+
+
+def class_tokens_keep_their_ffn(family: Family, protected: int, style: str, tmp_path: Path) -> None:
+    dense, images, plan = family.build(), family.images(6), Plan(activation=(1,), removal=("constant", style))
+    gated = gate_fitted_(deepcopy(dense), plan, [images])
+    model = calibrate_(deepcopy(dense), plan, [images])
+    [handle] = (h for h in require_record(model).survey.handles if plan.removes(h.site))
+    core, before = (one.get_submodule(parts_of(handle).core) for one in (model, dense))
+    tokens = torch.randn(2, *parts_of(handle).core_layout.shape)
+    exact = CLOSE if style == "identity-keep" else {"rtol": 0, "atol": 0}  # until it is merged, fc1 is for all at once
+    with torch.no_grad():
+        torch.testing.assert_close(core(tokens)[:, :protected], before(tokens[:, :protected]), **exact)
+        assert torch.equal(core(tokens[:, :protected]), before(tokens[:, :protected]))
+        assert (core(tokens) - before(tokens))[:, protected:].abs().max() > 1e-3
+    torch.testing.assert_close(outputs_of(gated, images), outputs_of(model, images), **CLOSE)
+    calibrate_(model, replace(plan, attention=(2,)), [images])  # its constant is folded into both biases before it
+    pruned = outputs_of(model, images)
+    torch.testing.assert_close(outputs_of(hetdpt.merge_(model), images), pruned, **CLOSE)
+    loaded = hetdpt.load(hetdpt.save(model, tmp_path / "saved"))
+    torch.testing.assert_close(outputs_of(loaded, images), outputs_of(model, images), rtol=0, atol=0)
+
+
+def test_what_trains_before_merging_is_merged(model: nn.Module, images: Tensor) -> None:
+    hetdpt.prune_(model, Plan(activation=(0, 1), removal=("skip", "identity-keep")))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model(images).square().mean().backward()
+    optimizer.step()
+    trained = run(model, images)
+    params = hetdpt.count_params(model)
+    torch.testing.assert_close(run(hetdpt.merge_(model), images), trained, **CLOSE)
+    assert hetdpt.count_params(model) == params + 2 * (48 * 48 + 48)  # the FFNs stay, for class tokens
+
+
+@pytest.mark.parametrize(
+    ("label", "why"),
+    [
+        ("swin_tiny_patch4_window7_224", "the class token can keep its FFN in models whose blocks all get as many"),
+        ("vit_base_patch16_siglip_224", "the blocks of this model get patches alone, no class token"),
+        ("tnt_s_patch16_224", "the class token can keep its FFN in models whose blocks all get as many"),
+        ("convnext_atto", "the class token can keep its FFN in models with attention, but this one has none"),
+    ],
+)
+def test_no_class_token_no_ffn_to_keep(label: str, why: str) -> None:
+    family = named(label)
+    with pytest.raises(PlanError, match=f"{why}.*; use class_token 'share'"):
+        hetdpt.prune_(family.build(), Plan(activation=(0,), removal=("skip", "identity-keep")), family.size)
 
 
 @pytest.mark.parametrize("label", ["vit_small_patch14_dinov2", "hf Dinov2ForImageClassification", "cait_xxs24_224"])

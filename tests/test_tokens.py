@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import Dinov2Backbone, Dinov2Config
 
 import hetdpt
-from hetdpt.adapters.models import build, unfuse_
+from hetdpt.adapters.models import build, unfuse_, with_modules
 from hetdpt.core.errors import FileError, ModelError, PlanError
 from hetdpt.core.modules import digest, tensors_in
 from hetdpt.core.plan import Plan
@@ -339,8 +339,8 @@ def test_two_halves_are_the_block(model: nn.Module, images: Tensor) -> None:
     reduce_tokens_(model, Tokens("tome", 2))
     block, step, x = model.blocks[1], steps_of(model)[1], random(2, 17, 48).float()
     whole = type(block).forward(block, x)
-    first = type(block).forward(halves._half(block, step.without_ffn), x)
-    second = type(block).forward(halves._half(block, step.without_attention), first)
+    first = type(block).forward(with_modules(block, step.without_ffn), x)
+    second = type(block).forward(with_modules(block, step.without_attention), first)
     assert torch.equal(second, whole)
     assert not torch.equal(first, whole)
 

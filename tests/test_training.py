@@ -232,7 +232,7 @@ def test_cached_answers_train_as_the_teacher_does(monkeypatch: pytest.MonkeyPatc
     results = []
     for cached in (False, True):
         student = prune_(deepcopy(dense), Plan(attention=(0, 2)))
-        teacher, asked = deepcopy(dense), []
+        teacher, asked = hetdpt.trim_(deepcopy(dense)), []
         teacher.pretrained_cfg = {**teacher.pretrained_cfg, "mean": (0.4, 0.5, 0.6)}  # it sees images its own way
         monkeypatch.setattr(type(teacher), "__deepcopy__", lambda self, memo: self, raising=False)
         teacher.register_forward_hook(lambda module, args, output, asked=asked: asked.append(len(output)))

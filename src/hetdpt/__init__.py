@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from hetdpt.flow.oneshot import oneshot_into
     from hetdpt.flow.pipeline import run
     from hetdpt.measurement.accuracy import evaluate
-    from hetdpt.measurement.costs import count_macs, count_params
+    from hetdpt.measurement.costs import count_macs, count_params, plan_costs
     from hetdpt.measurement.speed import latency_table, measure_throughput
     from hetdpt.reduce.tokens.reduce import reduce_tokens_, restore_tokens_
     from hetdpt.reduce.width.choice import Ratios
@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from hetdpt.surgery.merge import merge_
     from hetdpt.surgery.record import sites
     from hetdpt.surgery.remove import prune_
+    from hetdpt.surgery.tail import trim_, untrim_
     from hetdpt.tasks.backbone import Backbone
     from hetdpt.tasks.learning import LearnConfig
     from hetdpt.tasks.run import learn_into
@@ -90,7 +91,7 @@ _HOMES = {
     "hetdpt.export.features": ("as_features",),
     "hetdpt.studies.relevance": ("Relevance", "explain"),
     "hetdpt.measurement.accuracy": ("evaluate",),
-    "hetdpt.measurement.costs": ("count_macs", "count_params"),
+    "hetdpt.measurement.costs": ("count_macs", "count_params", "plan_costs"),
     "hetdpt.measurement.speed": ("latency_table", "measure_throughput"),
     "hetdpt.flow.pipeline": ("run",),
     "hetdpt.core.plan": ("Budget", "Measurement", "Plan", "Sample", "Site"),
@@ -113,6 +114,7 @@ _HOMES = {
     "hetdpt.surgery.merge": ("merge_",),
     "hetdpt.surgery.record": ("sites",),
     "hetdpt.surgery.remove": ("prune_",),
+    "hetdpt.surgery.tail": ("trim_", "untrim_"),
     "hetdpt.training.config": ("TrainConfig",),
     "hetdpt.training.objective": ("Distillation",),
 }

@@ -6,7 +6,8 @@ Each is a frozen dataclass of plain values. No torch here, and nothing is measur
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
 from math import inf, isfinite
 from pathlib import Path
 from statistics import fmean, median, stdev
@@ -68,16 +69,23 @@ def from_json(kind: type[T], values: Any, file: Path) -> T:
 
 
 PRICES_FILE = "prices.json"  # of a directory of hetdpt collect
+KEPT = ("kept attention", "kept activation")
+PARTS = (*KINDS, "patches", *KEPT, "fitted", "unmerged")
+"""What can be saved in a block; the last five where patches are not updated in it."""
 
 
 @dataclass(frozen=True)
 class Price:
-    """The cost of a model, or the part of it that removing one layer saves."""
+    """The cost of a model, or the part of it that a removal saves."""
 
     macs: float
     params: float
     ms: float | None = None
     """Milliseconds of a batch; None if not measured."""
+
+    def __sub__(self, other: Price) -> Price:
+        ms = None if self.ms is None or other.ms is None else self.ms - other.ms
+        return Price(self.macs - other.macs, self.params - other.params, ms)
 
     @property
     def measures(self) -> Measures:
@@ -86,59 +94,146 @@ class Price:
 
 
 @dataclass(frozen=True)
-class Prices:
-    """The cost of the dense model, and what removing each of its layers saves, one at a time.
+class KeptBlock:
+    """What a block saves where patches are not updated: it computes the kept tokens alone, those that the head reads.
 
-    A split says how many layers of a kind are removed, not which. So a layer counts as the mean of its kind: exact
-    where all blocks are alike, as in a ViT; an expectation where stages differ, as in Swin.
+    Each saving is in addition to those above it.
+    """
+
+    patches: Price
+    """By not updating patches; their keys and values are still computed."""
+    attention: Price | None
+    """By removing its attention; None if it cannot be removed."""
+    activation: Price | None
+    """By removing its activation; None if it cannot be removed."""
+    fitted: Price | None
+    """By keys and values from a fitted map of earlier patches: negative, as the map has parameters of its own.
+
+    None if the block has no attention in the model that is priced.
+    """
+    unmerged: Price | None
+    """By being the first of a tail without an attention: negative, if what replaces that cannot be merged there."""
+
+
+KEPT_FIELDS = tuple(field.name for field in fields(KeptBlock))
+
+
+@dataclass(frozen=True)
+class Prices:
+    """The cost of a dense model, and the parts that the cost of any plan is composed of.
+
+    Savings do not add up: after the last attention that is left, and in a tail, patches are not updated, so that a
+    layer there saves less, and the last attention nearly a whole block. MACs and parameters of ViTs are exact (up
+    to a bias for each layer where there is LayerScale); times are predicted from those of single blocks.
+
+    A budget is priced for the layers that would be removed: those first in ``order``, then others spread over the
+    model (of 12 blocks: 0, 8, 4, 2, 10, ...).
 
     >>> prices = Prices(Price(10, 10, 8.0), (Price(2, 1, 1.0),) * 4, (Price(1, 1, 0.5),) * 4)
-    >>> prices.of(Budget(2, 4)), prices.speedup(Budget(2, 4))
-    (Price(macs=2.0, params=4.0, ms=4.0), 2.0)
+    >>> prices.of(Budget(2, 4)), prices.speedup(Plan(attention=(0, 3), activation=(0, 1, 2, 3)))
+    (Price(macs=2, params=4, ms=4.0), 2.0)
     """
 
     dense: Price
-    attention: tuple[Price, ...]
-    activation: tuple[Price, ...]
+    """Of the model as it is."""
+    attention: tuple[Price | None, ...]
+    """What removing the attention of each block saves while patches are updated; None if it cannot be removed."""
+    activation: tuple[Price | None, ...]
+    """The same for its activation."""
     measured: str = ""
     """The device, dtype and batch of the timings."""
+    kept: tuple[KeptBlock | None, ...] = ()
+    """Each block where patches are not updated; None where they must be. Empty if they must be in all."""
+    order: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
+    """The blocks whose attention and activation would be removed, in this order, as far as that is known."""
+    tail: int = 0
+    """The tail that plans have at least; that of the plans which budgets stand for."""
+    is_trimmed: bool = True
+    """Whether models are trimmed where that is possible."""
+    whole: Price | None = None
+    """Of the model with patches updated in all blocks; None if the dense model is like that."""
 
-    def of(self, budget: Budget) -> Price:
-        """Return the cost of the model without the layers of ``budget``."""
-        ms = None
-        if self.dense.ms is not None:
-            ms = self.dense.ms - self._saved(budget, "ms")
-        macs, params = self.dense.macs - self._saved(budget, "macs"), self.dense.params - self._saved(budget, "params")
-        return Price(macs, params, ms)
+    @classmethod
+    def composed(cls, dense: Price, parts: Mapping[tuple[str, int], Price], blocks: int, **more: Any) -> Prices:
+        """Return prices from what is saved by the names of ``PARTS`` and block; ``more`` are other fields.
 
-    def speedup(self, budget: Budget) -> float | None:
-        """Return the speedup without these layers, by the time of each layer; None if times were not measured."""
-        left = self.of(budget).ms
+        A block that can do without patches has a part "patches", and one with an attention a part "fitted".
+        """
+        columns = {name: tuple(parts.get((name, block)) for block in range(blocks)) for name in PARTS}
+        rows = zip(*(columns[name] for name in PARTS[2:]), strict=True)
+        kept = tuple(None if patches is None else KeptBlock(patches, *rest) for patches, *rest in rows)
+        return cls(dense, columns["attention"], columns["activation"], kept=kept if any(kept) else (), **more)
+
+    def of(self, removed: Budget | Plan) -> Price:
+        """Return the cost of the model without these layers."""
+        left = self.whole or self.dense
+        for part in self._savings(removed if isinstance(removed, Plan) else self.plan_of(removed)):
+            left = left - part
+        return left
+
+    def with_tail(self, tail: int) -> Prices:
+        """Return the prices of plans with that tail, which remove layers before it."""
+        end = len(self.attention) - tail
+        before = {kind: tuple(p if b < end else None for b, p in enumerate(getattr(self, kind))) for kind in KINDS}
+        return replace(self, tail=tail, attention=before["attention"], activation=before["activation"])
+
+    def plan_of(self, budget: Budget) -> Plan:
+        """Return the layers that would be removed for ``budget``."""
+        counts = budget.attention, budget.activation
+        attention, activation = (self._order(kind)[:count] for kind, count in zip(KINDS, counts, strict=True))
+        return Plan(attention, activation, tail=self.tail)
+
+    def speedup(self, removed: Budget | Plan) -> float | None:
+        """Return the speedup without these layers, by the times of blocks; None if times were not measured."""
+        left = self.of(removed).ms
         if left is None or self.dense.ms is None:
             return None
         return self.dense.ms / left if left > 0 else inf
 
-    def measures(self, budget: Budget) -> Measures:
-        """Return all that can be a goal, for the model without the layers of ``budget``."""
-        left = self.of(budget)
-        return Measures(
-            layers=budget.layers, macs=left.macs, params=left.params, ms=left.ms, speedup=self.speedup(budget)
-        )
+    def measures(self, removed: Budget | Plan) -> Measures:
+        """Return all that can be a goal, for the model without these layers."""
+        left, layers = self.of(removed), removed.layers if isinstance(removed, Budget) else len(removed)
+        speedup = self.speedup(removed)
+        return Measures(layers=layers, macs=left.macs, params=left.params, ms=left.ms, speedup=speedup)
 
     def count(self, kind: Kind) -> int:
         """Return the number of removable layers of that kind."""
-        return len(self._of_kind(kind))
+        return len(self._blocks(kind))
 
-    def _saved(self, budget: Budget, what: str) -> float:
-        total = 0.0
-        for kind, count in zip(KINDS, (budget.attention, budget.activation), strict=True):
-            if count:
-                values = [getattr(price, what) for price in self._of_kind(kind)]
-                total += count * sum(values) / len(values)
-        return total
+    def stop(self, plan: Plan) -> int:
+        """Return the first block in which patches are not updated; the number of blocks if there is none."""
+        able = [block for block, kept in enumerate(self.kept) if kept is not None]
+        stop = len(self.kept) - max(plan.tail, self.tail)
+        if self.is_trimmed:
+            left = [b for b in able if self.kept[b].fitted and b not in plan.attention]  # type: ignore[union-attr]
+            stop = min(stop, max(left, default=0))
+        return max(stop, min(able, default=len(self.attention)))
 
-    def _of_kind(self, kind: Kind) -> tuple[Price, ...]:
-        return self.attention if kind == "attention" else self.activation
+    def _savings(self, plan: Plan) -> Iterator[Price]:
+        stop, first = self.stop(plan), len(self.kept) - max(plan.tail, self.tail)
+        for kind in KINDS:
+            for block in getattr(plan, kind):
+                part = getattr(self.kept[block], kind) if block >= stop else getattr(self, kind)[block]
+                if part is None:
+                    raise PredictError(f"the prices have no {kind} {block}, which the plan removes")
+                yield part
+        for block, kept in enumerate(self.kept[stop:], stop):
+            assert kept is not None
+            yield kept.patches
+            if block > stop and kept.fitted is not None and block not in plan.attention:
+                yield kept.fitted
+            if block == first and block in plan.attention and kept.unmerged is not None:
+                yield kept.unmerged
+
+    def _order(self, kind: Kind) -> tuple[int, ...]:
+        """Return the blocks with a removable layer of that kind, in the order of removal."""
+        known, offered = self.order[KINDS.index(kind)], self._blocks(kind)
+        bits = max(offered, default=0).bit_length()
+        rest = sorted(offered, key=lambda block: f"{block:0{bits}b}"[::-1])
+        return tuple(dict.fromkeys(block for block in (*known, *rest) if block in offered))
+
+    def _blocks(self, kind: Kind) -> list[int]:
+        return [block for block, price in enumerate(getattr(self, kind)) if price is not None]
 
     def to_json(self) -> str:
         return json.dumps(sealed(asdict(self)), indent=1)
@@ -151,15 +246,42 @@ class Prices:
             seal = values.pop(CHECKSUM, None) if isinstance(values, dict) else None  # those written by hand have none
             if seal is not None and seal != sealed(values)[CHECKSUM]:
                 raise ValueError("they are not what was written; without the checksum they are taken as they are")
-            kinds = {kind: tuple(_price(price) for price in values[kind]) for kind in KINDS}
-            found = cls(_price(values["dense"]), **kinds, measured=str(values["measured"]))
-            if min(found.dense.macs, found.dense.params, 1 if found.dense.ms is None else found.dense.ms) <= 0:
-                raise ValueError("the dense model costs nothing")
-            if len({price.ms is None for price in (found.dense, *found.attention, *found.activation)}) > 1:
-                raise ValueError("some have a time and some have none")
+            attention, activation = (tuple(map(_price_or_none, values[kind])) for kind in KINDS)
+            found = cls(
+                _price(values["dense"]),
+                attention,
+                activation,
+                measured=str(values["measured"]),
+                kept=tuple(map(_kept, _new(values, "kept"))),
+                order=_order(_new(values, "order")),
+                tail=int(_new(values, "tail")),
+                is_trimmed=bool(_new(values, "is_trimmed")),
+                whole=_price_or_none(_new(values, "whole")),
+            )
+            found._check()
             return found
         except (ValueError, TypeError, KeyError) as error:
             raise PredictError(f"{name} cannot be read ({error}); measure them again with --model") from None
+
+    def _check(self) -> None:
+        """Raise ``ValueError`` for prices that cannot be compared."""
+        if min(self.dense.macs, self.dense.params, 1 if self.dense.ms is None else self.dense.ms) <= 0:
+            raise ValueError("the dense model costs nothing")
+        parts = (getattr(block, name) for block in self.kept if block for name in KEPT_FIELDS)
+        every = [
+            price for price in (self.dense, self.whole, *self.attention, *self.activation, *parts) if price is not None
+        ]
+        if len({price.ms is None for price in every}) > 1:
+            raise ValueError("some have a time and some have none")
+        if self.kept and {len(self.attention), len(self.activation)} != {len(self.kept)}:
+            raise ValueError("they are of models with different numbers of blocks")
+
+
+def _new(values: dict[str, Any], key: str) -> Any:
+    """Return a value that prices of an older version do not have."""
+    if key not in values:
+        raise ValueError(f"they have no {key!r}, so an older version wrote them")
+    return values[key]
 
 
 def _price(values: Any) -> Price:
@@ -168,6 +290,21 @@ def _price(values: Any) -> Price:
     if not all(type(number) in (int, float) and isfinite(number) for number in numbers):
         raise ValueError(f"{values} are no numbers")
     return price
+
+
+def _price_or_none(values: Any) -> Price | None:
+    return None if values is None else _price(values)
+
+
+def _kept(values: Any) -> KeptBlock | None:
+    if values is None:
+        return None
+    return KeptBlock(_price(values["patches"]), *(_price_or_none(values[name]) for name in KEPT_FIELDS[1:]))
+
+
+def _order(values: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    attention, activation = (tuple(map(int, blocks)) for blocks in values)
+    return attention, activation
 
 
 @dataclass(frozen=True)
@@ -325,6 +462,8 @@ class FitResult:
     samples: tuple[CollectedSample, ...]
     surface: tuple[Split, ...]
     """Predictions for every split."""
+    prices: Prices
+    """Those of the dense model, with the order in which layers were removed for the samples."""
     warnings: tuple[str, ...] = ()
 
     def __str__(self) -> str:

@@ -268,7 +268,12 @@ def _activation(reading: Reading, branch: Branch, block: int) -> Handle:
             parts = _parts(reading, branch, inside, core)
         except RefusedError:
             parts = None
-        return Handle(Site("activation", block, ffns[-1].activation), branch.owner, parts, ffns[-1])
+        ends = {call.path: call for call in linears}
+        nodes = ends[ffns[-1].first].input_node, ends[ffns[-1].second].output_node
+        is_alone = nodes == (core.call.input_node, core.call.output_node)
+        is_alone = is_alone and not isinstance(reading.modules[core.path], nn.Sequential)
+        ffn = replace(ffns[-1], core=core.path if is_alone else None)
+        return Handle(Site("activation", block, ffn.activation), branch.owner, parts, ffn)
     holders = [m for m in inside if any(m.holds(call.path) for call in linears)]
     if len(holders) == 1 and is_gated(reading, holders[0]):
         site = Site("activation", block, holders[0].path, is_gated=True)

@@ -38,6 +38,11 @@ class Ffn:
     """The LayerScale parameter that multiplies the output of ``second``."""
     is_end: bool
     """Whether the branch adds the (scaled) output of ``second`` to the stream."""
+    core: str | None = None
+    """The module of the branch that computes this FFN and nothing else; None if there is none.
+
+    ``nn.Sequential`` does not count: it would call whatever is added to it.
+    """
 
 
 def is_linear(module: nn.Module) -> bool:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from hetdpt.adapters.huggingface import is_hf
 from hetdpt.core.errors import DataError, ModelError
+from hetdpt.core.modules import tensors_in
 from hetdpt.core.randomness import seeded
 
 HEAD_STD = 0.02  # of the weights of a new head, as timm and transformers initialise them
@@ -64,6 +65,12 @@ def pair_of(answer: Any) -> tuple[Tensor, Tensor]:
         return heads[0], heads[1]
     logits = logits_of(answer)
     return logits, logits
+
+
+def answer_tensors(answer: Any) -> list[Tensor]:
+    """Return the tensors of a model's output that are its answer: not the hidden states that come with an embedding."""
+    embeddings = getattr(answer, "image_embeds", None)  # of a vision tower of transformers with its projection
+    return tensors_in(answer) if embeddings is None else [embeddings]
 
 
 def with_head_(model: nn.Module, classes: int, heads: tuple[str, ...], seed: int = 0) -> nn.Module:

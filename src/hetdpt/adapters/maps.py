@@ -42,7 +42,7 @@ def look(model: nn.Module, handles: Sequence[Handle], images: Tensor) -> Forward
     Gradients reach the maps even where no weight requires them.
     """
     probe = differentiable(model)
-    watch, grids, ends = _MapWatch(), list[tuple[int, int]](), list[Tensor]()
+    watch, grids, ends = MapWatch(), list[tuple[int, int]](), list[Tensor]()
 
     def convolved(_: nn.Module, args: Any, output: Tensor) -> None:
         if not watch.maps:
@@ -80,7 +80,7 @@ def differentiable(model: nn.Module) -> nn.Module:
     return probe
 
 
-class _MapWatch(TorchFunctionMode):
+class MapWatch(TorchFunctionMode):
     """Records the attention maps of modules that report when they begin and end."""
 
     def __init__(self) -> None:
@@ -113,12 +113,34 @@ class _MapWatch(TorchFunctionMode):
         query, key, value, attn_mask, _, is_causal, scale, enable_gqa = fused_arguments(*args, **kwargs)
         if is_causal or enable_gqa:
             raise ModelError(f"{self.now} is causal or shares keys between heads; relevance is not defined for it")
-        scores = (query @ key.mT) * (query.shape[-1] ** -0.5 if scale is None else scale)  # (B, heads, N, N)
-        if attn_mask is not None and attn_mask.dtype == torch.bool:
-            scores = scores.masked_fill(~attn_mask, -torch.inf)
-        elif attn_mask is not None:
-            scores = scores + attn_mask
-        return self.keep(scores.softmax(-1)) @ value
+        return self.keep(attention_map(query, key, attn_mask, scale)) @ value
+
+
+def attention_map(query: Tensor, key: Tensor, mask: Tensor | None = None, scale: float | None = None) -> Tensor:
+    """Return softmax(scale q k + mask), (B, heads, queries, keys), as torch's fused operator computes it."""
+    scores = (query * (query.shape[-1] ** -0.5 if scale is None else scale)) @ key.mT
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+    return scores.softmax(-1)
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None = None,
+    dropout: float = 0.0,
+    scale: float | None = None,
+    is_fused: bool = True,
+) -> Tensor:
+    """Return softmax(scale q k + mask) v, by torch's fused operator or as two products.
+
+    The operator is called by a name that is not intercepted again when torch.compile runs what it traced in a mode.
+    """
+    if is_fused:
+        attended: Tensor = torch.ops.aten.scaled_dot_product_attention(query, key, value, mask, dropout, scale=scale)
+        return attended
+    return F.dropout(attention_map(query, key, mask, scale), dropout, training=dropout > 0) @ value
 
 
 def fused_arguments(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import reprlib
+from collections.abc import Iterable
 from contextlib import nullcontext
 from copy import copy
 from dataclasses import dataclass, field, replace
@@ -247,6 +248,42 @@ def fused(module: nn.Module) -> nn.Module:
     twin = copy(module)
     vars(twin).update(changes)
     return twin
+
+
+def with_modules(
+    block: nn.Module, replacements: Iterable[tuple[str, nn.Module]] = (), attention: str = ""
+) -> nn.Module:
+    """Return a copy of ``block`` with some modules replaced and its attention, if given, as a fused operator.
+
+    The copy shares all other modules; the block itself is not changed.
+    """
+    changes = [*replacements]
+    if attention:
+        inside = block.get_submodule(attention).named_modules(prefix=attention)
+        changes += [(path, other) for path, module in inside if (other := fused(module)) is not module]
+    if not changes:
+        return block
+    changed = _twin(block)
+    for path, module in changes:
+        _set(changed, path, module)
+    return changed
+
+
+def _twin(module: nn.Module) -> nn.Module:
+    twin = copy(module)
+    vars(twin)["_modules"] = dict(module._modules)
+    return twin
+
+
+def _set(twin: nn.Module, path: str, module: nn.Module) -> None:
+    """Put ``module`` at ``path`` of a twin; the modules above it are copied."""
+    *way, leaf = path.split(".")
+    for name in way:
+        child = twin._modules[name]
+        assert child is not None
+        twin._modules[name] = child = _twin(child)
+        twin = child
+    twin._modules[leaf] = module
 
 
 def _build_timm(base: Base, pretrained: bool) -> nn.Module:

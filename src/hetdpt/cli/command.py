@@ -126,6 +126,11 @@ def style(text: str) -> Any:
     return Plan(removal=(styles[0], styles[1]) if len(styles) == 2 else text).removal
 
 
+def tail_length(text: str) -> int | None:
+    """Return the length of a tail; None for ``auto``."""
+    return None if text == "auto" else _number(int, 0)(text)
+
+
 def _goal(goal: Goal) -> Any:
     def amount(text: str) -> Any:
         found = goal.parse(text, f"--{goal.name}")

@@ -15,6 +15,7 @@ from hetdpt.cli.options import (
     ModelOptions,
     OutputOptions,
     OverwriteOptions,
+    TrimOptions,
     read_plan,
     with_removal,
 )
@@ -33,19 +34,19 @@ class InspectOptions(ModelOptions, DeviceOptions, OutputOptions):
 
 def inspect(options: InspectOptions) -> None:
     """Show the blocks of a model, the layers that can be removed, and the costs before and after."""
-    from hetdpt.core.modules import clone, find_device
-    from hetdpt.measurement.costs import Costs
+    from hetdpt.core.modules import find_device
+    from hetdpt.measurement.costs import Costs, plan_costs
     from hetdpt.measurement.speed import latency_table
-    from hetdpt.surgery.merge import merge_
     from hetdpt.surgery.record import sites, survey_of
-    from hetdpt.surgery.remove import place_
 
     plan, device = read_plan(options.plan) if options.plan else Plan(), find_device(options.device)
     network = options.open_model(is_empty=not options.latency)
     found, offered = survey_of(network), sites(network)
     costs = {"dense": Costs.of(network, found.input_size)}
-    if len(plan):
-        costs["pruned"] = Costs.of(merge_(place_(clone(network), plan)), found.input_size)
+    if not plan.is_empty:
+        costs |= {"pruned": plan_costs(network, plan, trim=False), "trimmed": plan_costs(network, plan)}
+        if costs["trimmed"] == costs["pruned"]:
+            del costs["trimmed"]
     table = None
     if options.latency:
         network.to(device)
@@ -69,7 +70,7 @@ def inspect(options: InspectOptions) -> None:
         print_breakdown(table)
 
 
-class BenchOptions(ModelOptions, DeviceOptions, OutputOptions):
+class BenchOptions(ModelOptions, DeviceOptions, TrimOptions, OutputOptions):
     plan: str
     """A JSON file, or a plan of the paper such as paper/deit_base-10."""
     batch: Any = option("RunConfig.batch", least=1, panel="Device")
@@ -86,11 +87,13 @@ def bench(options: BenchOptions) -> None:
     from hetdpt.surgery.merge import merge_
     from hetdpt.surgery.record import survey_of
     from hetdpt.surgery.remove import place_
+    from hetdpt.surgery.tail import trim_if_possible_
 
     plan, device = read_plan(options.plan), find_device(options.device)
     dense = options.open_model().to(device)
     size = survey_of(dense).input_size
     models = {"dense": dense, "pruned": merge_(place_(clone(dense), plan))}
+    why_not = trim_if_possible_(models["pruned"]) if options.trim else None
     costs = {name: Costs.of(network, size) for name, network in models.items()}
     rounds = {name: getattr(options, name) for name in ("batch", "runs", "seconds")}
     with options.live() as display:
@@ -103,9 +106,11 @@ def bench(options: BenchOptions) -> None:
         )
     print_costs(costs)
     print_speed(result, costs)
+    if why_not:
+        click.echo(why_not)
 
 
-class ApplyOptions(ModelOptions, DeviceOptions, OverwriteOptions, OutputOptions):
+class ApplyOptions(ModelOptions, DeviceOptions, TrimOptions, OverwriteOptions, OutputOptions):
     plan: str
     """A JSON file, or a plan of the paper such as paper/deit_base-10."""
     out: Path
@@ -131,26 +136,28 @@ def apply(options: ApplyOptions) -> None:
     from hetdpt.measurement.agreement import relative_difference
     from hetdpt.measurement.costs import Costs
     from hetdpt.store.atomic import require_new
-    from hetdpt.surgery.calibrate import calibrate_
+    from hetdpt.surgery.calibrate import remove_
     from hetdpt.surgery.merge import merge_
     from hetdpt.surgery.record import survey_of
     from hetdpt.surgery.remove import prune_
+    from hetdpt.surgery.tail import trim_if_possible_
 
     data, out = options.data, options.out
     require_new(out, options.overwrite, RECIPE)
     plan = with_removal(read_plan(options.plan), options.removal, "calibrated" if data else "plain")
     device, dense = find_device(options.device), options.open_model()
     size = survey_of(dense).input_size
-    if data and plan.fitted:
+    if data and plan.needs_images:
         dense.to(device)
         batches = ImageBatches(open_images(data, root=options.data_root), preprocessing_of(dense), count=options.images)
         with options.live() as display:
-            pruned = calibrate_(clone(dense), plan, batches, progress=display.counter("calibrating")).cpu()
+            pruned = remove_(clone(dense), plan, batches, progress=display.counter("calibrating")).cpu()
         dense.cpu()
     else:
         pruned = prune_(clone(dense), plan)
     merged = merge_(clone(pruned), options.fold_norms)
     difference = relative_difference(pruned, merged, size)
+    why_not = trim_if_possible_(merged) if options.trim else None
     costs = {"dense": Costs.of(dense, size), "pruned": Costs.of(merged, size)}
     save(merged, out, overwrite=options.overwrite)
     if options.as_json:
@@ -158,11 +165,13 @@ def apply(options: ApplyOptions) -> None:
         return print_json(directory=str(out), costs=rows, merge_difference=difference)
     print_costs(costs)
     click.echo(f"merging changed the outputs by {difference:.1e} of the largest one (float rounding)")
+    if why_not:
+        click.echo(why_not)
     options.note_random_weights()
     click.echo(f"saved to {out}; load it with hetdpt.load({str(out)!r})")
 
 
-class ExportOptions(OverwriteOptions, JsonOptions):
+class ExportOptions(TrimOptions, OverwriteOptions, JsonOptions):
     directory: str = option(is_argument=True, is_required=True)
     """A saved directory, or the name of a model."""
     out: Path = option(is_required=True, help=f"File to write, in the format of its ending: {SUFFIXES}.")
@@ -172,9 +181,11 @@ def export(options: ExportOptions) -> None:
     """Write a saved model for another runtime, with a dynamic batch, and compare that with torch."""
     from hetdpt.export.exported import export_model
     from hetdpt.export.saved import open_model
+    from hetdpt.surgery.tail import trim_if_possible_
 
-    out = options.out
-    result = export_model(open_model(options.directory), out, overwrite=options.overwrite)
+    out, model = options.out, open_model(options.directory)
+    why_not = trim_if_possible_(model) if options.trim else None
+    result = export_model(model, out, overwrite=options.overwrite)
     if options.as_json:
         return print_json(**{**asdict(result), "path": str(result.path)})
     size = out.stat().st_size / 2**20
@@ -182,6 +193,8 @@ def export(options: ExportOptions) -> None:
         f"wrote {out} ({size:.1f} MiB); {runtime_of(out).runner} differs from torch by at most "
         f"{result.largest_difference:.1e}"
     )
+    if why_not:
+        click.echo(why_not)
 
 
 class PushOptions(Options):

@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hetdpt.cli.command import goal_options, option
+from hetdpt.cli.command import goal_options, option, tail_length
 from hetdpt.cli.options import DeviceOptions, ImageOptions, ModelOptions, OutputOptions, OverwriteOptions
 from hetdpt.cli.show import print_, print_costs, print_json, print_speed, table
+from hetdpt.core.plan import Move, Site
+from hetdpt.core.styles import CLASS_TOKEN_KEEPS
 
 if TYPE_CHECKING:
     from hetdpt.flow.oneshot import OneShotResult, OneShotStep
@@ -21,7 +23,10 @@ class OneShotOptions(ModelOptions, ImageOptions, DeviceOptions, OverwriteOptions
     """Directory to write; the same command resumes an interrupted run."""
     goals: dict[str, Any] = goal_options("layers", "speedup")
     removal: Any = option("OneShotConfig.removal")
+    class_token: Any = option("OneShotConfig.class_token")
     kind: Any = option("OneShotConfig.kind")
+    tail: Any = option("OneShotConfig.tail", type=tail_length)
+    trim: Any = option("OneShotConfig.trim")
 
 
 def oneshot(options: OneShotOptions) -> None:
@@ -54,26 +59,34 @@ def oneshot(options: OneShotOptions) -> None:
 
 
 def _line(step: OneShotStep, is_speedup: bool) -> str:
-    site = step.choice.site
-    text = f"{site.kind} {site.block}, damage {step.choice.damage:.3g}"
+    text = f"{_name(step.choice.move)}, damage {step.choice.damage:.3g}"
     if is_speedup:
         return f"{step.number}: {text}, {step.reached:.3f}x of {step.wanted:g}x by the time of each layer"
     return f"{step.number}/{step.wanted:.0f}: {text}"
+
+
+def _name(move: Move) -> str:
+    return f"{move.kind} {move.block}" if isinstance(move, Site) else f"tail of {move.length}"
 
 
 def _print(found: OneShotResult, out: Path) -> None:
     fits = {(fit.kind, fit.block): fit for fit in found.plan.fits}
     rows = table("removed, in this order", "layer", "path", "style", "R^2", "damage so far")
     for choice in found.choices:
-        site, fit = choice.site, fits.get((choice.site.kind, choice.site.block))
-        r2 = f"{fit.r2:.3f}" if fit else "-"
-        style = found.plan.style_of(site.kind).name
-        rows.add_row(f"{site.kind} {site.block}", site.path, style, r2, f"{choice.damage:.4g}")
+        move, about = choice.move, ("-", "-", "-")
+        if isinstance(move, Site):
+            fit = fits.get((move.kind, move.block))
+            about = move.path, found.plan.style_of(move.kind).name, f"{fit.r2:.3f}" if fit else "-"
+        rows.add_row(_name(move), *about, f"{choice.damage:.4g}")
     print_(rows)
     print_costs(found.costs)
     print_speed(found.speed, found.costs)
     measured = found.speed.speedup["pruned"].value
     if found.wanted_speedup is not None and measured < found.wanted_speedup:
         click.echo(f"note: the goal was a speedup of {found.wanted_speedup:g}, but {measured:.3f} was reached")
+    for note in found.notes:
+        click.echo(note)
+    if found.plan.activation and found.plan.class_token == "keep":
+        click.echo(CLASS_TOKEN_KEEPS)
     click.echo(f"damage {found.damage:.4g} {found.damage_unit} on {found.images['judge']} images")
     click.echo(f"saved to {out} after {found.seconds:.0f} s; load it with hetdpt.load({str(out)!r})")

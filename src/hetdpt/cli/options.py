@@ -60,6 +60,13 @@ class OutputOptions(JsonOptions, panel="Output"):
         return live(self.quiet, self.as_json)
 
 
+class TrimOptions(Options, panel="Output"):
+    """Whether models are trimmed."""
+
+    trim: bool = True
+    """Do not compute tokens that no output depends on; outputs stay the same."""
+
+
 class BackboneOptions(Options, panel="Model"):
     """Which model, of any sizes."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -83,7 +83,7 @@ def predict(options: PredictOptions) -> None:
     """Predict the accuracy for each number of layers removed, and split a budget between the kinds."""
     from hetdpt.selection.predictor.allocate import frontier
     from hetdpt.selection.predictor.polynomial import fit_predictor
-    from hetdpt.selection.predictor.rows import read_rows, samples_file
+    from hetdpt.selection.predictor.rows import read_order, read_rows, samples_file
     from hetdpt.store.atomic import require_new
 
     options.check()
@@ -93,6 +93,8 @@ def predict(options: PredictOptions) -> None:
     predictor = fit_predictor(rows, _blocks_of(options.samples, options.blocks), exact=not options.as_given)
     has_model = options.model is not None
     prices = _measure(options, predictor.blocks) if has_model else _read_prices(options.samples, options.prices)
+    if prices is not None and (order := read_order(samples_file(options.samples))) != ((), ()):
+        prices = replace(prices, order=order)
     allocation = _allocate(predictor, options.goals, prices) if options.goals else None
     if allocation and options.recheck:
         allocation = _recheck(options, allocation)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hetdpt.cli.command import Options, goal_options, option
+from hetdpt.cli.command import Options, goal_options, option, tail_length
 from hetdpt.cli.options import (
     IMAGES,
     METHOD,
@@ -20,7 +20,7 @@ from hetdpt.cli.options import (
     workers_of,
 )
 from hetdpt.cli.show import is_first_process, print_, print_json, table
-from hetdpt.core.format import amount, duration, machine, milliseconds, percent, times, widths
+from hetdpt.core.format import amount, counted, duration, machine, milliseconds, percent, times, widths
 from hetdpt.core.plan import KINDS
 from hetdpt.export.runtimes import EXPORTS
 
@@ -45,6 +45,7 @@ class SelectionOptions(Options, panel="Choice of layers"):
     samples: Any = option("RunConfig.samples")
     rounds: Any = option("RunConfig.rounds")
     removal: Any = option("RunConfig.removal", shows_default=False)
+    class_token: Any = option("RunConfig.class_token")
     images: Any = option("RunConfig.images")
     candidates: Any = option("RunConfig.candidates", shows_default=False)
 
@@ -66,6 +67,8 @@ class FurtherOptions(Options, panel="Width, tokens, export"):
     plus: Any = option("RunConfig.plus")
     depths: Any = option("RunConfig.depths")
     round_to: Any = option("RunConfig.width.round_to", least=1)
+    tail: Any = option("RunConfig.tail", type=tail_length)
+    trim: Any = option("RunConfig.trim")
     tokens: Any = option("RunConfig.tokens")
     export: Any = option("RunConfig.export", help=f"Runtimes to export the model to as well: {', '.join(EXPORTS)}.")
     onnx: Any = option("RunConfig.onnx")
@@ -146,6 +149,8 @@ def _print(found: RunSummary, out: Path) -> None:
     click.echo(f"{title(record)}; {found.images} images, {machine(measured, measured.batch)}")
     removed = (f"{kind} {' '.join(map(str, getattr(found.plan, kind))) or 'none'}" for kind in KINDS)
     click.echo(f"removed: {'; '.join(removed)}")
+    if found.plan.tail:
+        click.echo(f"tail: patches are not updated in the last {counted(found.plan.tail, 'block')}")
     if found.ratios:
         click.echo(f"width: {widths(found.ratios)} less")
     if found.tokens:

@@ -68,6 +68,8 @@ def _print(found: ScanTable) -> None:
     for kind in KINDS:
         if chosen := [site for site in found.sites if site.kind == kind]:
             _print_kind(found, kind, chosen)
+    if found.tails:
+        _print_tails(found)
     measure = "KL to the dense answers, in nats" if found.is_classifier else "part of the features that is lost"
     others = "others" if found.is_apart else "of them"
     click.echo(
@@ -80,6 +82,22 @@ def _print(found: ScanTable) -> None:
     for site in found.irreplaceable:
         best = found.best(site)
         click.echo(f"nothing can replace {site.kind} {site.block}: the best, {best.style}, does {_short(best.damage)}")
+
+
+def _print_tails(found: ScanTable) -> None:
+    lines = table(
+        "tails: damage if patches are not updated in the last blocks; MACs that it saves",
+        "blocks",
+        "TE",
+        "damage",
+        "R²",
+        "MACs",
+    )
+    for tail in found.tails:
+        r2 = "exact" if tail.r2 is None else f"{tail.r2:.2f}"
+        saved = f"{100 * tail.macs_saved / found.dense.macs:.1f}%"
+        lines.add_row(str(tail.blocks), _short(tail.te), _short(tail.damage), r2, saved)
+    print_(lines)
 
 
 def _priced(kind: Kind, styles: list[str]) -> list[str]:

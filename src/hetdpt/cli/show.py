@@ -51,8 +51,8 @@ def print_costs(costs: dict[str, Costs]) -> None:
         numbers = cost.params, cost.macs, cost.macs_without_attention_products
         rows.add_row(name, *(amount(number, 2) for number in numbers))
     print_(rows)
-    if len(costs) == 2:
-        dense, pruned = costs.values()
+    if len(costs) > 1:
+        dense, *_, pruned = costs.values()
         click.echo(f"{dense.macs / pruned.macs:.3f}x fewer MACs, {dense.params / pruned.params:.3f}x fewer parameters")
 
 

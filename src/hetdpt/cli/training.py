@@ -16,6 +16,7 @@ from hetdpt.cli.options import (
     OutputOptions,
     SteadyOptions,
     TrainingOptions,
+    TrimOptions,
     WorkerOptions,
     WorkOptions,
     read_plan,
@@ -78,7 +79,7 @@ def train(options: TrainOptions) -> None:
     _recover(options, config, options.open_model(config.training.seed), None)
 
 
-class RecoverOptions(TrainOptions):
+class RecoverOptions(TrainOptions, TrimOptions):
     model: Any = option(flag="STUDENT", is_argument=True, is_required=True)
     """A saved directory; or, with --plan, the dense model to prune."""
     teacher: str | None = None
@@ -120,7 +121,7 @@ def recover(options: RecoverOptions) -> None:
         plan = with_removal(plan, options.removal, options.usual_removal)
     if dense is None and config.distillation.kind != "none":
         raise TrainError("the student needs a teacher; give --teacher MODEL, or --distill none")
-    _recover(options, config, network, dense, plan, options.calibration_images or CALIBRATION)
+    _recover(options, config, network, dense, plan, options.calibration_images or CALIBRATION, options.trim)
 
 
 def _recover(
@@ -130,10 +131,14 @@ def _recover(
     teacher: nn.Module | None,
     plan: Plan | None = None,
     calibration: int | None = None,
+    trims: bool = False,
 ) -> None:
+    from hetdpt.core.modules import clone
     from hetdpt.flow.resumable import recover_into
     from hetdpt.store.checkpoints import CHECKPOINTS
     from hetdpt.store.run_directory import SUMMARY
+    from hetdpt.surgery.remove import place_
+    from hetdpt.surgery.tail import trim_if_possible_
     from hetdpt.training.processes import start
 
     out, removal = options.out, dict[str, Any]() if plan is None else {"plan": plan, "calibration": calibration}
@@ -142,7 +147,9 @@ def _recover(
     with start(config.training.precision, options.device).local_main_process_first():  # one of them downloads
         data = options.open_data()
     with options.live() as display:
-        more = {"tensorboard": options.tensorboard, "watch": display.training, **removal}
+        if trims and (why_not := trim_if_possible_(place_(clone(student), plan) if plan else clone(student))):
+            display.say(why_not)
+        more = {"tensorboard": options.tensorboard, "watch": display.training, "trims": trims, **removal}
         for epoch in recover_into(out, student, teacher, data, config, options.execution(display), **more):
             if is_resumed:
                 display.say(f"resuming {out}")

@@ -99,6 +99,8 @@ class Constant(Removed):
 
     uses_input = False
     sums: ClassVar[type[Means | Moments] | None] = TokenMeans
+    kept: int | None = None
+    """How many of the first tokens it gets, where it has values for each and the others are not computed."""
 
     def __init__(self, bias: nn.Parameter, shape: tuple[int, ...], extras: Extras = None) -> None:
         super().__init__(extras)
@@ -121,12 +123,14 @@ class Constant(Removed):
         return self.bias.view(self.shape)
 
     def replace(self, x: Tensor) -> Tensor:
-        if any(mine not in (1, side) for mine, side in zip(self.shape, x.shape[1:], strict=True)):
+        value = self.value if self.kept is None else self.value[: self.kept]
+        shape = tuple(value.shape)
+        if any(mine not in (1, side) for mine, side in zip(shape, x.shape[1:], strict=True)):
             raise ModelError(
-                f"a layer of this model was replaced by values for tokens of shape {self.shape}, but got "
+                f"a layer of this model was replaced by values for tokens of shape {shape}, but got "
                 f"{tuple(x.shape[1:])}; give images of the size it was calibrated on, or use removal style 'constant'"
             )
-        return self.value.to(x.dtype).expand(x.shape)
+        return value.to(x.dtype).expand(x.shape)
 
 
 class ConstantPerPosition(Constant):
@@ -160,6 +164,67 @@ class Mapped(Removed):
         fill_layer_(self.linear, values)
 
     def replace(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x)
+        return y
+
+
+class ForPatches(Removed):
+    """Replaces a layer f for patches alone; the first p tokens keep it: r(x) = [f(x_:p), s(x_p:)].
+
+    f stays registered where it was. There may be no patches, or not even p tokens, where others were left out.
+    """
+
+    def __init__(self, kept: nn.Module, protected: int) -> None:
+        super().__init__()
+        self.kept = (kept,)  # a tuple, so that it is not registered a second time
+        self.protected = protected
+
+    def keep_(self) -> None:
+        """Let the kept layer compute r(x) whenever it is called, as long as this module is its child ``patches``."""
+        (layer,) = self.kept
+        layer.add_module("patches", self.train(layer.training))
+        vars(layer)["forward"] = self.forward
+
+    def release_(self) -> None:
+        """Undo ``keep_``."""
+        (layer,) = self.kept
+        del layer._modules["patches"], vars(layer)["forward"]
+
+    def for_patches(self, x: Tensor) -> Tensor:
+        """Return s(x) for patches (B, N - p, D)."""
+        raise NotImplementedError
+
+    def replace(self, x: Tensor) -> Tensor:
+        (layer,) = self.kept
+        y: Tensor = type(layer).forward(layer, x[:, : self.protected])
+        if x.shape[1] <= self.protected:
+            return y
+        return torch.cat((y, self.for_patches(x[:, self.protected :])), 1)
+
+    def extra_repr(self) -> str:
+        return f"protected={self.protected}"
+
+
+class PatchPass(ForPatches):
+    """Returns patches unchanged."""
+
+    def for_patches(self, x: Tensor) -> Tensor:
+        return x
+
+
+class PatchMap(ForPatches):
+    """Sends patches through one linear layer."""
+
+    sums = Moments
+
+    def __init__(self, kept: nn.Module, protected: int, linear: Layer) -> None:
+        super().__init__(kept, protected)
+        self.linear = linear
+
+    def fill_(self, values: Values, axis: int) -> None:
+        fill_layer_(self.linear, values)
+
+    def for_patches(self, x: Tensor) -> Tensor:
         y: Tensor = self.linear(x)
         return y
 

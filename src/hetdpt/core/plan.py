@@ -9,12 +9,12 @@ import json
 import reprlib
 from collections import Counter
 from collections.abc import Collection
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from numbers import Integral
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from hetdpt.core.errors import PlanError
-from hetdpt.core.styles import PRESETS, STYLES, Style, styles_for
+from hetdpt.core.styles import PRESETS, STYLES, ClassToken, ClassTokenChoice, Style, styles_for
 
 Kind = Literal["attention", "activation"]
 KINDS: tuple[Kind, Kind] = ("attention", "activation")
@@ -36,6 +36,17 @@ class Site:
     """The path of its module in the model, such as ``blocks.3.attn``."""
     is_gated: bool = False
     """Whether it is the activation of a gated FFN (SwiGLU), which has no exact linear form."""
+
+
+@dataclass(frozen=True)
+class Tail:
+    """A tail of this many blocks: one more than before, or the first."""
+
+    length: int
+
+
+Move = Site | Tail
+"""What a plan may have more than another: one more layer removed, or a longer tail."""
 
 
 @dataclass(frozen=True)
@@ -99,9 +110,9 @@ class Anatomy:
 
 @dataclass(frozen=True)
 class Fit:
-    """How well the replacement of one removed layer was fitted."""
+    """How well the replacement of one removed layer was fitted, or the inputs of attention in one block of a tail."""
 
-    kind: Kind
+    kind: Kind | Literal["tail"]
     block: int
     style: str
     r2: float
@@ -133,11 +144,19 @@ class Plan:
     """The model it was made for; None fits any model that has these sites."""
     fits: tuple[Fit, ...] = field(default=(), compare=False)
     """How well fitted replacements fit, in the order in which they were fitted."""
+    tail: int = 0
+    """In how many of the last blocks patches are not updated, so that only the class token goes on.
+
+    1 changes no answer; beyond, keys and values of patches are linear maps that are fitted on images.
+    """
 
     def __post_init__(self) -> None:
         for kind in KINDS:
             object.__setattr__(self, kind, _blocks(kind, getattr(self, kind)))
         object.__setattr__(self, "removal", _removal(self.removal))
+        if not _is_block(self.tail):
+            raise PlanError(f"tail of a plan is how many of the last blocks it has, such as 2, not {self.tail!r}")
+        object.__setattr__(self, "tail", int(self.tail))
 
     def __len__(self) -> int:
         return len(self.attention) + len(self.activation)
@@ -153,8 +172,26 @@ class Plan:
         return isinstance(self.removal, str) and PRESETS[self.removal].has_stream_gelu
 
     @property
+    def class_token(self) -> ClassToken:
+        """Whether the class token keeps its FFN where patches lose their activation (see ``with_class_token``)."""
+        return self.style_of("activation").class_token
+
+    @property
     def budget(self) -> Budget:
         return Budget(len(self.attention), len(self.activation))
+
+    def plus(self, *moves: Move) -> Plan:
+        """Return the plan that has ``moves`` too: more layers removed, or a longer tail.
+
+        >>> plan = Plan(attention=(3,)).plus(Site("attention", 1, "blocks.1.attn"), Tail(2))
+        >>> plan.attention, plan.tail
+        ((1, 3), 2)
+        """
+        sites = [move for move in moves if isinstance(move, Site)]
+        more = {kind: tuple(site.block for site in sites if site.kind == kind) for kind in KINDS}
+        attention, activation = ((*getattr(self, kind), *more[kind]) for kind in KINDS)
+        tail = max(self.tail, *(move.length for move in moves if isinstance(move, Tail)), 0)
+        return replace(self, attention=attention, activation=activation, tail=tail)
 
     def removes(self, site: Site) -> bool:
         """Whether this plan removes ``site``."""
@@ -165,9 +202,19 @@ class Plan:
         return STYLES[self.styles[KINDS.index(kind)]]
 
     @property
+    def is_empty(self) -> bool:
+        """Whether it changes nothing."""
+        return not len(self) and not self.tail
+
+    @property
     def fitted(self) -> tuple[str, ...]:
         """The styles of its removed layers that are fitted on images."""
         return tuple(style.name for kind in KINDS if getattr(self, kind) and (style := self.style_of(kind)).fit)
+
+    @property
+    def needs_images(self) -> bool:
+        """Whether something of it is fitted on images."""
+        return bool(self.fitted) or self.tail > 1
 
     @property
     def is_any_fitted(self) -> bool:
@@ -180,6 +227,11 @@ class Plan:
             raise PlanError(
                 f"the plan was made for a model with {self.anatomy}, but this one has {anatomy}; "
                 "make a plan for this model, or delete 'anatomy' from the plan to apply it anyway"
+            )
+        if self.tail > anatomy.blocks:
+            raise PlanError(
+                f"the plan has a tail of {self.tail} blocks but this model has {anatomy.blocks} blocks; "
+                f"give a tail of at most {anatomy.blocks}"
             )
         for kind in KINDS:
             offered = getattr(anatomy, kind)
@@ -219,9 +271,39 @@ class Plan:
             attention=values.get("attention", ()),
             activation=values.get("activation", ()),
             removal=tuple(removal) if isinstance(removal, list) else removal,
+            tail=values.get("tail", 0),
             anatomy=_anatomy(values.get("anatomy")),
             fits=_fits(values.get("fits", ())),
         )
+
+
+def with_class_token(removal: Removal, class_token: ClassToken) -> Removal:
+    """Return ``removal`` with the activation style in which the class token keeps its FFN, or shares that of patches.
+
+    >>> with_class_token("calibrated", "keep"), with_class_token(("constant", "calibrated-keep"), "share")
+    (('constant', 'calibrated-keep'), 'calibrated')
+    """
+    plan = Plan(removal=removal)
+    if plan.class_token == class_token:
+        return plan.removal
+    attention, activation = plan.styles
+    name = activation.removesuffix("-keep") if class_token == "share" else f"{activation}-keep"
+    if name not in STYLES or plan.has_stream_gelu:
+        able = [f"{style.name!r}" for style in STYLES.values() if f"{style.name}-keep" in STYLES]
+        raise PlanError(
+            f"the class token can keep its FFN with activation style {' or '.join(able)}, not with removal "
+            f"{removal!r}; use class_token 'share'"
+        )
+    named = [preset for preset, row in PRESETS.items() if row.styles == (attention, name) and not row.has_stream_gelu]
+    return named[0] if named else (attention, name)
+
+
+def require_class_token(choice: object, removal: Removal) -> None:
+    """Raise ``PlanError`` unless ``choice`` is one that ``removal`` has styles for, or ``auto``."""
+    if choice not in get_args(ClassTokenChoice):
+        raise PlanError(f"class_token is {choice!r}; expected {' or '.join(get_args(ClassTokenChoice))}")
+    if choice != "auto":
+        with_class_token(removal, choice)  # type: ignore[arg-type]
 
 
 def _spell(values: Any) -> str:
@@ -265,7 +347,10 @@ def _fits(values: Any) -> tuple[Fit, ...]:
     for fit in values:
         numbers = fit["r2"], 0.0 if fit["ridge"] is None else fit["ridge"]
         style = STYLES.get(fit["style"]) if isinstance(fit["style"], str) else None
-        is_fit = fit["kind"] in KINDS and _is_block(fit["block"]) and style is not None and style.fit is not None
+        is_style = fit["style"] == fit["kind"] == "tail" or (
+            fit["kind"] in KINDS and style is not None and style.fit is not None
+        )
+        is_fit = is_style and _is_block(fit["block"])
         if not is_fit or not all(isinstance(number, int | float) for number in numbers):
             raise PlanError(f"fits of a plan have a kind, a block, a fitted style and numbers, not {fit!r}")
     return tuple(Fit(**fit) for fit in values)

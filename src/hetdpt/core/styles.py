@@ -13,6 +13,12 @@ if TYPE_CHECKING:
     from hetdpt.core.plan import Kind
 
 
+ClassToken = Literal["share", "keep"]
+ClassTokenChoice = Literal["auto", "keep", "share"]
+"""``auto`` is ``keep`` where activations are replaced by fitted layers and the head reads class tokens alone."""
+CLASS_TOKEN_KEEPS = "The class token keeps the FFNs whose activation is removed: that saves time, not parameters."
+
+
 @dataclass(frozen=True, kw_only=True)
 class Style:
     """One way to remove a layer.
@@ -26,14 +32,15 @@ class Style:
     """What the model computes in place of ``x + A(z)`` or ``x + fc2(G(fc1(z)))``."""
     module: str
     """The class of ``core.gates`` that replaces the layer."""
-    removes: Literal["layer", "branch", "ffn"]
-    """The attention or activation alone; its whole residual branch; or an FFN, which becomes a single linear layer."""
+    removes: Literal["layer", "branch", "ffn", "patches"]
+    """The attention or activation alone; its whole residual branch; or an FFN, which becomes a single linear layer,
+    for all tokens or for ``patches``."""
     fit: str | None = None
     """How its values are fitted on images; None if there is nothing to fit."""
     parameters: str
     """How many parameters are left in the branch of a ViT, after merging."""
     macs: str
-    """How many multiply-accumulates per token are left in the branch."""
+    """How many multiply-accumulates per token, class tokens that keep their FFN aside, are left in the branch."""
     merge: Literal["bias", "pair"] | None = None
     """What ``merge_`` folds: the constant into the bias before it, or the two linear layers of the FFN into one."""
     costs_like: str | None = None
@@ -44,6 +51,8 @@ class Style:
     """Whether it removes the activation of a gated FFN (SwiGLU) too."""
     is_last_resort: bool = False
     """Whether ``scan`` shows it only for layers that not every style can remove."""
+    class_token: ClassToken = "share"
+    """Whether class, distillation and register tokens keep the FFN whose activation patches lose, or share its fate."""
 
 
 _ROWS = (
@@ -75,6 +84,15 @@ _ROWS = (
     Style(
         name="calibrated", kind="activation", computes="x + W z + b", fit="least squares",
         module="Mapped", removes="ffn", parameters="D² + 3 D", macs="D²", merge="pair",
+    ),
+    Style(
+        name="identity-keep", kind="activation", computes="x + fc2(fc1(z)) for patches",
+        module="PatchPass", removes="layer", parameters="9 D² + 8 D", macs="D²", merge="pair", allows_gated=False,
+        class_token="keep",
+    ),
+    Style(
+        name="calibrated-keep", kind="activation", computes="x + W z + b for patches", fit="least squares",
+        module="PatchMap", removes="patches", parameters="9 D² + 8 D", macs="D²", class_token="keep",
     ),
     Style(
         name="drop", kind="activation", computes="x",
@@ -110,7 +128,7 @@ def styles_for(kind: Kind) -> tuple[str, ...]:
     """Return the names of the styles that remove layers of ``kind``.
 
     >>> styles_for("activation")
-    ('identity', 'calibrated', 'drop')
+    ('identity', 'calibrated', 'identity-keep', 'calibrated-keep', 'drop')
     """
     return tuple(style.name for style in STYLES.values() if style.kind == kind)
 

@@ -6,6 +6,7 @@ from torch import nn
 
 from hetdpt.adapters.models import Base
 from hetdpt.core.plan import Plan
+from hetdpt.core.styles import CLASS_TOKEN_KEEPS
 from hetdpt.export.runtimes import EXPORTS
 from hetdpt.measurement.costs import count_macs, count_params
 from hetdpt.surgery.record import record_of
@@ -41,8 +42,14 @@ def model_card(model: nn.Module, base: Base, plan: Plan, input_size: tuple[int, 
     """Return a README in the hub's form: what was removed, what remains, how to load it."""
     record = record_of(model)
     about = [f"{base.name} ({base.library}) after pruning with hetdpt, removal `{plan.removal}`."]
+    if plan.activation and plan.class_token == "keep":
+        about.append(CLASS_TOKEN_KEEPS)
     if record and record.is_narrowed:
         about.append("Its width is reduced as well: heads, hidden features or channels.")
+    if plan.tail > 1:
+        about.append(f"In its last {plan.tail} blocks only the class token is updated; patches give keys and values.")
+    elif record and record.is_trimmed:
+        about.append("It is trimmed: tokens that its head does not read are not computed after the last attention.")
     if record and record.tokens:
         about.append(f"Its blocks reduce tokens at run time ({record.tokens.method}, r = {record.tokens.r}).")
     export = "`hetdpt export path/to/this/directory --out {}` writes it for {}."

@@ -35,6 +35,7 @@ from hetdpt.surgery.merge import merge_blocks_
 from hetdpt.surgery.record import record_of
 from hetdpt.surgery.remove import place_
 from hetdpt.surgery.resize import resize_
+from hetdpt.surgery.tail import trim_
 
 RECIPE, WEIGHTS, CARD, TIMM_CONFIG = "hetdpt.json", "model.safetensors", "README.md", "config.json"
 DEMO, DEMO_DIRECTORY = "demo", Path(__file__).parent / "demo_model"  # the model that comes with hetdpt
@@ -59,6 +60,7 @@ class SavedRecipe:
     folded_constants: tuple[int, ...] = ()
     widths: Widths | None = None
     tokens: Tokens | None = None
+    is_trimmed: bool = False
     resized: tuple[int, int] | None = None
     """Height and width of its images, if they were changed after it was built and ``base`` does not say so."""
 
@@ -80,6 +82,7 @@ class SavedRecipe:
             preprocessing=wants,
             folded_constants=record.folded_constants,
             tokens=record.tokens,
+            is_trimmed=record.is_trimmed,
             resized=resized,
         )
         return replace(recipe, widths=widths_of(model, recipe.build())) if record.is_narrowed else recipe
@@ -100,6 +103,7 @@ class SavedRecipe:
                 folded_constants=tuple(int(block) for block in values.get("folded_constants", ())),
                 widths=Widths.from_dict(sizes) if (sizes := values.get("widths")) is not None else None,
                 tokens=Tokens.from_dict(tokens) if (tokens := values.get("tokens")) is not None else None,
+                is_trimmed=bool(values.get("is_trimmed", False)),
                 resized=_input_size((1, *sides))[1:] if (sides := values.get("resized")) is not None else None,
             )
         except (KeyError, TypeError, ValueError, IndexError, OverflowError, RecursionError) as error:
@@ -108,13 +112,15 @@ class SavedRecipe:
     def build(self, is_empty: bool = True) -> nn.Module:
         """Return the pruned model; ``is_empty`` leaves its parameters without values."""
         model = rebuild(self.base, is_empty=is_empty)
-        if len(self.plan) or self.widths or self.tokens:
+        if not self.plan.is_empty or self.widths or self.tokens or self.is_trimmed:
             place_(model, self.plan, None if self.resized else self.input_size)
             merge_blocks_(model, self.merged, self.folded_norms, self.folded_constants)
         if self.widths is not None:
             reshape_(model, self.widths)
         if self.resized is not None:
             resize_(model, self.resized)
+        if self.is_trimmed:
+            trim_(model)
         if self.tokens is not None:
             reduce_tokens_(model, self.tokens)
         if self.preprocessing is not None:

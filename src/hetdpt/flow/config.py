@@ -14,8 +14,8 @@ from typing import Any, Literal
 
 from hetdpt.core.errors import PlanError, PredictError, TrainError
 from hetdpt.core.goals import BOUNDS, GOALS, GoalFields, Wanted, require_pruning
-from hetdpt.core.plan import Plan, Removal
-from hetdpt.core.styles import STYLES
+from hetdpt.core.plan import Plan, Removal, require_class_token
+from hetdpt.core.styles import STYLES, ClassTokenChoice
 from hetdpt.core.tokens import read_tokens
 from hetdpt.data.table import DEMO
 from hetdpt.export.runtimes import EXPORTS, ExportRuntime, require_runtimes
@@ -70,6 +70,8 @@ class RunConfig(GoalFields):
     """A CSV of samples, or a directory of hetdpt collect, to split the budget by; collected if not given."""
     removal: Removal = "calibrated"
     """What replaces removed layers: a name from ``styles.PRESETS`` or (attention style, activation style)."""
+    class_token: ClassTokenChoice = "auto"
+    """Whether the class token keeps its FFN where patches lose their activation; auto: with fitted replacements."""
     images: int = 256
     """Training images to fit replacements and compare layers on."""
     rounds: tuple[int, int, int] | None = None
@@ -90,6 +92,13 @@ class RunConfig(GoalFields):
     """Settings of the removal of width."""
     depths: tuple[int, ...] | None = None
     """With --plus, numbers of layers to try, such as 0,4,8; 0, a sixth, a third and half of all by default."""
+    tail: int | None = 0
+    """Blocks at the end in which patches are not updated, fitted before layers are chosen: 0, 2, ..., or auto.
+
+    Auto compares the damage of tails and of layers, for a goal of speed or MACs and fitted replacements; else it is 0.
+    """
+    trim: bool = True
+    """Do not compute tokens that no output depends on; outputs stay the same."""
     tokens: str | None = None
     """Reduce the tokens of the final model, such as tome:8 or gtp:8."""
     keep: Literal["last", "best", "ema"] = "last"
@@ -113,8 +122,19 @@ class RunConfig(GoalFields):
         self._require_methods()
         self._require_width()
         self._require_numbers()
+        self._require_tail()
         require_runtimes(self.export)
         _ = self.collect_config, self.select_config  # what they refuse is refused here
+        require_class_token(self.class_token, self.removal)
+
+    @property
+    def tail_goal(self) -> dict[str, float | str]:
+        """The goals by which the length of the tail is chosen; empty if it is not chosen."""
+        if self.tail is not None or not self.trim or not Plan(removal=self.removal).is_any_fitted:
+            return {}
+        if self.layers is not None or self.budget is not None or self.samples or self.plus or self.compare:
+            return {}
+        return {name: value for name, value in self.goals.items() if name in ("speedup", "macs")}
 
     @property
     def collect_config(self) -> CollectConfig:
@@ -320,6 +340,12 @@ class RunConfig(GoalFields):
                 f"a budget is a number of layers of each kind, but the method {self.method} removes a number in all; "
                 "give layers, or a method that takes a budget, such as hetdpt"
             )
+
+    def _require_tail(self) -> None:
+        Plan(tail=self.tail or 0)  # refuses one that is no length
+        if self.tail and (self.plus or self.compare):
+            other = "--plus" if self.plus else "--compare"
+            raise PlanError(f"a run with --tail removes layers by one method and no width; leave out {other}")
 
     def _require_numbers(self) -> None:
         least = {"workers": 0, "minutes": 0, "batch": 1, "num_classes": 1, "img_size": 1}

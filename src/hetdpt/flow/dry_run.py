@@ -17,7 +17,7 @@ from hetdpt.core.host import peak_memory
 from hetdpt.core.progress import StageProgress
 from hetdpt.data.sources import Data
 from hetdpt.flow.config import RunConfig
-from hetdpt.flow.pipeline import stages_of
+from hetdpt.flow.pipeline import settled, stages_of
 from hetdpt.flow.stages.stage import StageEstimate
 from hetdpt.flow.stages.timing import Trials
 from hetdpt.measurement.speed import machine_of
@@ -83,7 +83,7 @@ def estimate(
     processes = start(config.recovery.training.precision, config.device)
     if processes.num_processes > 1:
         raise TrainError("a dry run is one process; leave out torchrun or accelerate launch")
-    device = processes.device
+    config, device = settled(config, model), processes.device
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     trials = Trials(config, model.to(device), data, progress)

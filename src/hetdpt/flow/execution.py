@@ -75,11 +75,16 @@ class Execution:
         return fitting_images(model, data, count, seed, self.workers)
 
 
-def fitting_images(model: nn.Module, data: Data, count: int, seed: int = 0, workers: int = 0) -> ImageBatches:
-    """Return ``count`` training images of ``data`` as ``model`` takes them; ``DataError`` if it has none."""
+def fitting_images(
+    model: nn.Module, data: Data, count: int, seed: int = 0, workers: int = 0, start: int = 0
+) -> ImageBatches:
+    """Return ``count`` training images of ``data`` as ``model`` takes them; ``DataError`` if it has none.
+
+    They follow the first ``start`` images in the order that ``seed`` gives.
+    """
     if data.train is None:
         raise DataError("layers are chosen and replaced using training images; open the data with the split train")
-    return ImageBatches(data.train, preprocessing_of(model), count=count, seed=seed, workers=workers)
+    return ImageBatches(data.train, preprocessing_of(model), count=count, start=start, seed=seed, workers=workers)
 
 
 def accuracies(folder: Path, epochs: Iterable[tuple[int, float]]) -> tuple[float, ...]:

@@ -10,7 +10,7 @@ import json
 import time
 from collections.abc import Callable, Iterable
 from copy import deepcopy
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from hetdpt.core.errors import PlanError
 from hetdpt.core.modules import bytes_of, checked, clone, digest, require_more_than_once
-from hetdpt.core.plan import KINDS, Plan
+from hetdpt.core.plan import Plan, with_class_token
 from hetdpt.core.progress import StageProgress
 from hetdpt.export.saved import RECIPE, save
 from hetdpt.flow.execution import Execution
@@ -30,10 +30,11 @@ from hetdpt.selection.damage import GreedyChoice, choose
 from hetdpt.selection.goal import OneShotConfig, RemovalTarget
 from hetdpt.store.atomic import require_new
 from hetdpt.store.run_directory import Run
-from hetdpt.surgery.calibrate import calibrate_
+from hetdpt.surgery.calibrate import remove_
 from hetdpt.surgery.merge import merge_
-from hetdpt.surgery.record import InputSize, require_record
-from hetdpt.surgery.remove import prune_
+from hetdpt.surgery.record import InputSize, record_of, require_record
+from hetdpt.surgery.remove import prune_, settled_removal
+from hetdpt.surgery.tail import trim_if_possible_
 
 PLAN_FILE, ONESHOT_FILE = "plan.json", "oneshot.json"
 ATTEMPTS = 3  # at a speedup, each with more layers than the one before
@@ -47,7 +48,7 @@ class OneShotStep:
     number: int
     choice: GreedyChoice
     reached: float
-    """Layers removed, or the speedup by the time of each layer."""
+    """Layers removed, or the speedup by the times of blocks."""
     wanted: float
 
 
@@ -69,6 +70,8 @@ class OneShotResult:
     images: dict[str, int]
     """For ``calibration`` and to ``judge`` damage."""
     seconds: float
+    notes: tuple[str, ...] = ()
+    """Sentences for the user, such as why it is not trimmed."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1)
@@ -108,6 +111,7 @@ def oneshot_into(
         for _ in range(ATTEMPTS):
             removal.choose()
             models = {"dense": model, "pruned": merge_(removal.pruned())}
+            why_not = trim_if_possible_(models["pruned"]) if config.trim else None
             timing = removal.part("timing the dense and the pruned model")
             speed = measure_throughput(models, removal.size, seconds=TIMING_SECONDS, progress=timing)
             if not removal.wants_more(speed):
@@ -122,6 +126,7 @@ def oneshot_into(
             wanted_speedup=config.speedup,
             images={name: images.count for name, images in seen.items()},
             seconds=removal.seconds,
+            notes=(why_not,) if why_not else (),
         )
         notes = {PLAN_FILE: f"{found.plan.to_json()}\n", ONESHOT_FILE: f"{found.to_json()}\n"}
         save(deepcopy(models["pruned"]).cpu(), directory, overwrite=overwrite, notes=notes)
@@ -135,7 +140,7 @@ def partial_of(directory: Path) -> Path:
 
 
 class _OneShotRemoval:
-    """The layers chosen so far; each is written to the run before ``watch`` is called with it."""
+    """The moves chosen so far; each is written to the run before ``watch`` is called with it."""
 
     def __init__(
         self,
@@ -148,7 +153,9 @@ class _OneShotRemoval:
         watch: Callable[[OneShotStep], None] | None,
         progress: StageProgress | None,
     ) -> None:
-        self.run, self.model, self.batches, self.judge, self.config = run, model, batches, judge, config
+        removal = settled_removal(model, config.removal, config.class_token, size)
+        self.run, self.model, self.batches, self.judge = run, model, batches, judge
+        self.config = config = replace(config, removal=removal)
         self.size, self.watch, self.part = size, watch, Execution(progress=progress).stage
         self.begun, self.choices = time.monotonic(), list[GreedyChoice]()
         if (state := run.checkpoints.latest()) is not None:
@@ -157,7 +164,7 @@ class _OneShotRemoval:
             self.choices = [GreedyChoice.from_dict(choice) for choice in state["choices"]]
             return
         try:
-            self.goal = RemovalTarget.of(model, config, size, self.part("timing layers"))
+            self.goal = RemovalTarget.of(model, config, size, progress)
         except PlanError:  # out of reach, so nothing is begun
             run.discard()
             raise
@@ -167,18 +174,23 @@ class _OneShotRemoval:
         return time.monotonic() - self.begun
 
     @property
-    def gained(self) -> float:
-        return sum(choice.gain for choice in self.choices)
+    def plan(self) -> Plan:
+        """The moves chosen so far."""
+        start = Plan(removal=self.config.removal, tail=self.goal.tail)
+        return start.plus(*(choice.move for choice in self.choices))
 
     def choose(self) -> None:
         self._keep()
         for choice in choose(
             self.model,
             self.batches,
-            self.goal.gains,
+            self.goal.sites,
             self.goal.target,
+            cost=self.goal.cost,
             judge=self.judge,
             removal=self.config.removal,
+            tail=self.goal.tail,
+            longest=self.goal.longest,
             chosen=tuple(self.choices),
             progress=self.part("choosing layers"),
         ):
@@ -186,19 +198,29 @@ class _OneShotRemoval:
             self._keep()
             if self.watch:
                 wanted = self.config.speedup or self.goal.target
-                self.watch(OneShotStep(len(self.choices), choice, self.goal.reached(self.gained), wanted))
+                self.watch(OneShotStep(len(self.choices), choice, self.goal.reached(self.plan), wanted))
 
     def pruned(self) -> nn.Module:
         """Return a copy of the model without the chosen layers; replacements are fitted in the order of the layers."""
-        attention, activation = (tuple(c.site.block for c in self.choices if c.site.kind == kind) for kind in KINDS)
-        plan, model = Plan(attention, activation, self.config.removal), clone(self.model)
-        if not self.config.is_fitted:
-            return prune_(model, plan, self.size)
-        return calibrate_(model, plan, self.batches, progress=self.part("calibrating"))
+        if not self.plan.needs_images:
+            return prune_(clone(self.model), self.plan, self.size)
+        found = [
+            remove_(clone(self.model), plan, self.batches, progress=self.part("calibrating")) for plan in self._plans()
+        ]
+        return min(found, key=lambda one: measure_damage(self.model, one, self.judge)) if len(found) > 1 else found[0]
+
+    def _plans(self) -> list[Plan]:
+        """Return the plan with FFNs that the class token keeps and without, if that was left open, or the plan."""
+        record = record_of(self.model)
+        is_settled = self.config.class_token != "auto" or (record is not None and len(record.plan) > 0)
+        if is_settled or self.plan.class_token == "share":
+            return [self.plan]
+        shared = replace(self.plan, removal=with_class_token(self.plan.removal, "share"))
+        return [self.plan, shared] if self.plan.activation else [shared]
 
     def wants_more(self, speed: ThroughputComparison) -> bool:
         """Raise the goal by the time that is missing to the wanted speedup; return whether that is possible."""
-        goal = self.goal.raised(self.gained, speed.speedup["pruned"].value, self.config.speedup or 0.0)
+        goal = self.goal.raised(self.plan, speed.speedup["pruned"].value, self.config.speedup or 0.0)
         self.goal = goal or self.goal
         return goal is not None
 

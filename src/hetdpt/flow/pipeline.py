@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -42,6 +43,7 @@ from hetdpt.flow.stages.width import BalanceStage, NarrowStage
 from hetdpt.results import RunSummary
 from hetdpt.store.stage_directory import Asked, held, is_as_before
 from hetdpt.surgery.record import survey_of
+from hetdpt.surgery.remove import settled_removal
 from hetdpt.training.processes import start
 
 FLOW: tuple[Stage[Any], ...] = (
@@ -86,6 +88,7 @@ def run(
     processes = start(config.recovery.training.precision, config.device)
     tell = watch if watch and processes.is_main_process else lambda _: None
     model, data = inputs or open_inputs(config)
+    config = settled(config, model)
     known_by = _known_by(config, model, data)
     context = RunContext(config, model.to(processes.device), data, known_by, processes, tell)
     with _held(context, flow, redo):
@@ -124,7 +127,7 @@ def _asked(config: RunConfig, known_by: Mapping[str, Any]) -> dict[str, Asked]:
 
 def done_before(config: RunConfig, model: nn.Module, data: Data, redo: str | None = None) -> list[str]:
     """Return the names of the stages that a run would not run again, without touching anything."""
-    names = [stage.name for stage in _flow(config, redo, None)]
+    config, names = settled(config, model), [stage.name for stage in _flow(config, redo, None)]
     asked = _asked(config, _known_by(config, model, data))
     kept = names[: names.index(redo)] if redo else names
     return [name for name in kept if is_as_before(config.out, name, asked[name])]
@@ -144,6 +147,16 @@ def open_inputs(config: RunConfig) -> tuple[nn.Module, Data]:
             img_size=config.img_size,
         )
     return model, data
+
+
+def settled(config: RunConfig, model: nn.Module) -> RunConfig:
+    """Return ``config`` with the removal that its ``class_token`` means for ``model``.
+
+    A goal of parameters is not met by FFNs that class tokens keep.
+    """
+    is_shared = config.class_token == "auto" and "params" in config.amounts()
+    choice = "share" if is_shared else config.class_token
+    return replace(config, removal=settled_removal(model, config.removal, choice))
 
 
 def _known_by(config: RunConfig, model: nn.Module, data: Data) -> dict[str, Any]:

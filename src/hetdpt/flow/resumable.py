@@ -27,9 +27,10 @@ from hetdpt.store.atomic import write_text
 from hetdpt.store.config_diff import flat
 from hetdpt.store.metrics import EPOCH
 from hetdpt.store.run_directory import Run
-from hetdpt.surgery.calibrate import calibrate_
+from hetdpt.surgery.calibrate import remove_
 from hetdpt.surgery.merge import merge_
 from hetdpt.surgery.remove import place_, prune_
+from hetdpt.surgery.tail import trim_if_possible_
 from hetdpt.training.processes import Accelerator, start
 from hetdpt.training.recover import RecoverConfig, recover
 from hetdpt.training.trainer import Epoch, Progress
@@ -51,14 +52,16 @@ def recover_into(
     plan: Plan | None = None,
     calibration: int = CALIBRATION,
     merges: bool = True,
+    trims: bool = False,
     tensorboard: bool = False,
     watch: Callable[[Progress], None] | None = None,
 ) -> Iterator[Epoch]:
     """Recover ``student`` and write all of it to ``directory``; called again, it resumes where it was killed.
 
     With a ``plan`` its layers are removed from the student first; replacements are fitted on ``calibration`` training
-    images, and the student they make is saved as ``start``. In the end there are saved models, merged unless
-    ``merges`` is False: ``best``, ``last`` and, with a moving average, ``ema``.
+    images, and the student they make is saved as ``start``. With ``trims`` it is trained and saved trimmed, where
+    that is possible. In the end there are saved models, merged unless ``merges`` is False: ``best``, ``last``
+    and, with a moving average, ``ema``.
     """
     execution = execution or Execution()
     opened = data if isinstance(data, Data) else open_data(data)
@@ -71,6 +74,7 @@ def recover_into(
             "teacher": fingerprint(teacher) if teacher is not None else None,
             **_asked(opened, execution.workers, processes),
             **flat(asdict(config)),
+            "trim": trims,
         }
         if plan is not None:
             asked |= asked_plan(plan, calibration)
@@ -82,6 +86,8 @@ def recover_into(
             student = student.to(processes.device)
             options = (opened, calibration, config.training.seed, execution.workers)
             student = _start(run, asked, plan, lambda: remove_layers_(student, plan, *options))
+    if trims:
+        trim_if_possible_(student)
     epochs = recover(
         student,
         teacher,
@@ -140,19 +146,19 @@ def select_into(
 
 def remove_layers_(model: nn.Module, plan: Plan, data: Data, images: int, seed: int = 0, workers: int = 0) -> nn.Module:
     """Remove the layers of ``plan`` from ``model`` and return it; replacements are fitted on training ``images``."""
-    if not plan.fitted:
+    if not plan.needs_images:
         return prune_(model, plan)
-    return calibrate_(model, plan, fitting_images(model, data, images, seed, workers))
+    return remove_(model, plan, fitting_images(model, data, images, seed, workers))
 
 
 def asked_plan(plan: Plan, calibration: int) -> dict[str, Any]:
     """Return what of a plan decides the outcome of a training, as plain JSON."""
-    return {"plan": json.loads(plan.to_json()), "calibration": calibration if plan.fitted else None}
+    return {"plan": json.loads(plan.to_json()), "calibration": calibration if plan.needs_images else None}
 
 
 def _start(run: Run, asked: dict[str, Any], plan: Plan, prune: Callable[[], nn.Module]) -> nn.Module:
     """Return the student as its training starts: pruned, or calibrated once and then loaded."""
-    if not plan.fitted:
+    if not plan.needs_images:
         return prune()
     made_of = {key: asked[key] for key in ("student", "plan", "calibration", "data", "training.seed")}
     return load_or_make(run, made_of, lambda place: save(prune().cpu(), **place), load)

@@ -12,6 +12,11 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from hetdpt.adapters.trace import dry_run
+from hetdpt.core.plan import Plan
+from hetdpt.measurement.kept_blocks import finished, trimmed
+from hetdpt.surgery.record import InputSize, require_record
+from hetdpt.surgery.remove import ready
+from hetdpt.surgery.tail import untrim_
 
 aten = torch.ops.aten
 
@@ -24,9 +29,7 @@ def _fused_attention_flops(query: Any, key: Any, value: Any, *args: Any, **kwarg
 FUSED_ON_CPU = {aten._scaled_dot_product_flash_attention_for_cpu: _fused_attention_flops}
 
 
-def count_macs(
-    model: nn.Module, input_size: tuple[int, int, int] = (3, 224, 224), *, attention_products: bool = True
-) -> int:
+def count_macs(model: nn.Module, input_size: InputSize = (3, 224, 224), *, attention_products: bool = True) -> int:
     """Return the multiply-accumulates of one image: linear layers, convolutions and both attention products.
 
     Without ``attention_products`` the products q k and a v are left out, as in the pruned rows of the paper's tables.
@@ -40,17 +43,24 @@ def count_macs(
     return costs.macs if attention_products else costs.macs_without_attention_products
 
 
-def _macs_by_op(model: nn.Module, input_size: tuple[int, int, int]) -> dict[Any, int]:
-    counters: list[FlopCounterMode] = []
+def _macs_by_op(model: nn.Module, input_size: InputSize, path: str) -> dict[Any, int]:
+    """Return the multiply-accumulates of the module at ``path``, by operator."""
+    marks: list[dict[Any, int]] = []
 
     @contextmanager
     def count(copy: nn.Module, stand_ins: dict[str, Tensor], images: Tensor) -> Iterator[None]:
+        module = copy.get_submodule(path)
         with FlopCounterMode(display=False, custom_mapping=dict(FUSED_ON_CPU)) as counter:
-            yield
-        counters.append(counter)
+
+            def mark(*_: Any) -> None:
+                marks.append({**counter.get_flop_counts().get("Global", {})})
+
+            with module.register_forward_pre_hook(mark), module.register_forward_hook(mark):
+                yield
 
     dry_run(model, (1, *input_size), count)
-    return {op: flops // 2 for op, flops in counters[0].get_flop_counts()["Global"].items()}
+    before, after = marks[-2:]
+    return {op: (flops - before.get(op, 0)) // 2 for op, flops in after.items()}
 
 
 def _is_product(op: Any) -> bool:
@@ -75,7 +85,23 @@ class Costs:
     macs_without_attention_products: int
 
     @classmethod
-    def of(cls, model: nn.Module, input_size: tuple[int, int, int]) -> Costs:
-        by_op = _macs_by_op(model, input_size)
+    def of(cls, model: nn.Module, input_size: InputSize, path: str = "") -> Costs:
+        """Return the costs of ``model``, or of its module at ``path``."""
+        by_op = _macs_by_op(model, input_size, path)
         linear = sum(macs for op, macs in by_op.items() if not _is_product(op))
-        return cls(count_params(model), sum(by_op.values()), linear)
+        return cls(count_params(model.get_submodule(path)), sum(by_op.values()), linear)
+
+
+def plan_costs(model: nn.Module, plan: Plan, input_size: InputSize | None = None, *, trim: bool = True) -> Costs:
+    """Return what one image costs in ``model`` without the layers of ``plan``, merged and, where possible, trimmed.
+
+    Counted on a copy without values, so nothing is fitted or computed, and ``model`` is unchanged.
+
+    >>> import timm
+    >>> model = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=2, num_classes=10)
+    >>> plan_costs(model, Plan(activation=(0,)), trim=False).params - count_params(model)  # 8 D^2 + 5 D to D^2 + D
+    -258816
+    """
+    base = untrim_(ready(model, plan.removal, input_size))
+    base = (trimmed(base) if trim else base).to("meta")
+    return Costs.of(finished(base, plan), require_record(base).survey.input_size)

@@ -5,26 +5,34 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from hetdpt.adapters.models import input_size_of
 from hetdpt.core.errors import MeasureError
+from hetdpt.core.gates import PatchMap
 from hetdpt.core.host import processor
 from hetdpt.core.modules import evaluating, random_images
-from hetdpt.core.plan import Measurement, Removal, Site
+from hetdpt.core.plan import Measurement, Plan, Removal, Site
 from hetdpt.core.progress import StepProgress
-from hetdpt.results import Machine, Ratio
+from hetdpt.measurement.kept_blocks import able_to_stop, stopped_at, trimmed
+from hetdpt.results import KEPT, Machine, Price, Prices, Ratio
 from hetdpt.surgery.merge import merge_
-from hetdpt.surgery.record import InputSize, survey_of
+from hetdpt.surgery.record import InputSize, require_record, survey_of
 from hetdpt.surgery.remove import ready, removable, without
+from hetdpt.surgery.tail import kept_of, with_all_tokens
 
 MIN_ROUNDS = 5
+Part = tuple[str, int]
+"""One of ``results.PARTS``, and a block."""
+DENSE: Part = "dense", 0
+Key = TypeVar("Key")
 
 
 @dataclass(frozen=True)
@@ -60,7 +68,10 @@ class LatencyTable:
 
     dense: Measurement
     savings: list[Saving]
+    """What each site saves, one at a time, of a model that is trimmed if it can be."""
     breakdown: dict[str, Measurement]
+    prices: Prices
+    """The times that those of plans are composed of; MACs and parameters are not counted."""
 
 
 def measure_throughput(
@@ -105,24 +116,27 @@ def latency_table(
 ) -> LatencyTable:
     """Return what removing each site saves on this device, in milliseconds per batch, one site at a time.
 
-    Every variant is the real pruned and merged block on the input it gets in the model. The variants of a block take
-    turns with the block itself, and a saving is the median difference within a round. Sites that ``removal`` cannot
-    remove (gated FFNs under ``plain``) are left out. A pruned model keeps the removal it was pruned with.
+    Every variant is the real pruned and merged block on the input it gets in the model, also where it computes only
+    the tokens that the head reads. The variants of a block take turns with the block itself, and a saving is the median
+    difference within a round. Sites that ``removal`` cannot remove (gated FFNs under ``plain``) are left out. A pruned
+    model keeps the removal it was pruned with.
     """
     images = _images(model, input_size, batch)
     rounds = Rounds(runs, warmup)
     known = ready(model, removal, input_size)
+    whole = with_all_tokens(known)
     with evaluating(model):
-        owners = _owners(known)
-        inputs = _inputs_of(model, owners, images)
-        whole = _interleave({"dense": partial(model, images)}, images.device, rounds)["dense"]
-        savings: list[Saving] = []
-        for done, (owner, offered) in enumerate(owners.items(), 1):
-            savings += _savings(known, owner, offered, inputs[owner], images, rounds)
+        blocks = _BlockTimes(whole, trimmed(whole), images, rounds)
+        time = _interleave({"dense": partial(whole, images)}, images.device, rounds)["dense"]
+        parts = dict[Part, Measurement]()
+        for done, owner in enumerate(blocks.owners, 1):
+            parts |= blocks.saved(owner)
             if progress:
-                progress(done, len(owners))
+                progress(done, len(blocks.owners))
         breakdown = _breakdown({"dense": model}, {"dense": _kinds(known)}, images, runs)["dense"]
-    return LatencyTable(_measurement("latency", 1e3 * whole, "ms", images), savings, breakdown)
+    dense = _measurement("latency", 1e3 * time, "ms", images)
+    prices = _prices(dense, parts, whole)
+    return LatencyTable(dense, _savings(prices, parts, removable(whole)), breakdown, prices)
 
 
 def latency_breakdown(
@@ -135,26 +149,68 @@ def latency_breakdown(
         return _breakdown(models, kinds, images, runs)
 
 
-def _savings(
-    model: nn.Module, owner: str, offered: list[Site], given: tuple[Any, Any], images: Tensor, rounds: Rounds
-) -> list[Saving]:
-    """Return what each site saves of its block, all variants of the block taking turns."""
-    blocks = {site.path: merge_(without(model, site)).get_submodule(owner) for site in offered}
-    blocks["dense"] = model.get_submodule(owner)
-    calls = {name: partial(block, *given[0], **given[1]) for name, block in blocks.items()}
-    with evaluating(*blocks.values()):
-        times = {name: 1e3 * row for name, row in _interleave(calls, images.device, rounds).items()}
-    saved = {site: times["dense"] - times[site.path] for site in offered}
-    return [Saving(site, _measurement("saved", row, "ms", images)) for site, row in saved.items()]
+class _BlockTimes:
+    """Times the blocks of a model, each alone, with and without its layers and patches."""
+
+    def __init__(self, whole: nn.Module, small: nn.Module, images: Tensor, rounds: Rounds) -> None:
+        self.whole, self.small, self.images, self.rounds = whole, small, images, rounds
+        self.able = {path: block for block, path in able_to_stop(small).items()}
+        self.owners: dict[str, list[Site]] = {path: [] for path in self.able}
+        """The sites that the model's removal style can remove, by the module that contains their branch."""
+        offered = removable(whole)
+        for handle in survey_of(whole).handles:
+            if handle.site in offered:
+                self.owners.setdefault(handle.owner, []).append(handle.site)
+        self.inputs = _inputs_of(whole, self.owners, images)
+
+    def saved(self, owner: str) -> dict[Part, Measurement]:
+        """Return what can be saved of the block at ``owner``, by the name of the part and its block."""
+        models: dict[Part, nn.Module] = {
+            (site.kind, site.block): merge_(without(self.whole, site)) for site in self.owners[owner]
+        }
+        if owner in self.able:
+            block = self.able[owner]
+            models |= {(name, block): model for name, model in stopped_at(self.small, block).items()}
+        models[DENSE] = self.whole
+        calls = {key: self._call(model, owner) for key, model in models.items()}
+        with evaluating(*models.values()):
+            times = {key: 1e3 * row for key, row in _interleave(calls, self.images.device, self.rounds).items()}
+        found = dict[Part, Measurement]()
+        for name, block in times.keys() - {DENSE}:
+            before = times["patches", block] if name in KEPT else times[DENSE]
+            found[name, block] = _measurement("saved", before - times[name, block], "ms", self.images)
+        return found
+
+    def _call(self, model: nn.Module, owner: str) -> Callable[[], object]:
+        args, kwargs = self.inputs[owner]
+        record = require_record(model)
+        if record.is_trimmed:
+            stop, kept = kept_of(record)
+            if stop < self.able[owner]:  # it gets no patches
+                args, kwargs = tree_map(lambda value: _first(value, kept), (args, kwargs))
+        return partial(model.get_submodule(owner), *args, **kwargs)
 
 
-def _owners(model: nn.Module) -> dict[str, list[Site]]:
-    """Return the sites that the model's removal style can remove, by the module that contains their branch."""
-    offered, owners = removable(model), dict[str, list[Site]]()
-    for handle in survey_of(model).handles:
-        if handle.site in offered:
-            owners.setdefault(handle.owner, []).append(handle.site)
-    return owners
+def _first(value: Any, kept: int) -> Any:
+    """Return the first tokens, if these are tokens (B, N, D)."""
+    return value[:, :kept] if isinstance(value, Tensor) and value.ndim == 3 else value
+
+
+def _prices(dense: Measurement, parts: Mapping[Part, Measurement], whole: nn.Module) -> Prices:
+    record = require_record(whole)
+    known = {part: Price(0, 0, saved.value) for part, saved in parts.items()}
+    with_attention = [handle.site.block for handle in record.left if handle.site.kind == "attention"]
+    # maps take as long as exact keys and values
+    known |= {(name, block): Price(0, 0, 0.0) for name in ("fitted", "unmerged") for block in with_attention}
+    measured = f"{dense.device}, {dense.dtype}, batch {dense.batch}"
+    return Prices.composed(Price(0, 0, dense.value), known, record.survey.anatomy.blocks, measured=measured)
+
+
+def _savings(prices: Prices, parts: Mapping[Part, Measurement], offered: Iterable[Site]) -> list[Saving]:
+    """Return what each site saves by itself, in order of execution; its spread is that while patches are updated."""
+    whole = prices.of(Plan()).ms or 0.0
+    left = {site: prices.of(Plan().plus(site)).ms or 0.0 for site in offered}
+    return [Saving(site, replace(parts[site.kind, site.block], value=whole - ms)) for site, ms in left.items()]
 
 
 @torch.inference_mode()
@@ -200,14 +256,14 @@ def synchronize(device: torch.device) -> None:
 
 @torch.inference_mode()
 def _interleave(
-    calls: Mapping[str, Callable[[], object]],
+    calls: Mapping[Key, Callable[[], object]],
     device: torch.device,
     rounds: Rounds,
     progress: StepProgress | None = None,
-) -> dict[str, np.ndarray]:
+) -> dict[Key, np.ndarray]:
     """Return the seconds of each call in each round; every call runs once per round, in an order that rotates."""
     names = list(calls)
-    times: list[dict[str, float]] = []
+    times: list[dict[Key, float]] = []
     deadline = float("inf")
     for turn in range(-rounds.warmup, max(rounds.runs, 1)):
         if turn == 0 and rounds.seconds is not None:
@@ -250,7 +306,7 @@ def _ratio(ratios: np.ndarray, draws: int = 1000) -> Ratio:
 
 def _kinds(model: nn.Module) -> dict[str, str]:
     """Return the kind of layer of the modules that the breakdown distinguishes, by path."""
-    kinds: dict[str, str] = {}
+    kinds = {path: "FFN linear" for path, module in model.named_modules() if isinstance(module, PatchMap)}
     found = survey_of(model)
     for handle in found.handles:
         if handle.ffn:

@@ -20,6 +20,8 @@ from hetdpt.core.format import (
     widths,
 )
 from hetdpt.core.goals import describe
+from hetdpt.core.plan import Plan
+from hetdpt.core.styles import CLASS_TOKEN_KEEPS
 from hetdpt.core.tokens import Tokens
 from hetdpt.report.run import RunRecord
 from hetdpt.results import (
@@ -147,6 +149,25 @@ def merged(found: MergeResult) -> str:
     """
     count = counted(found.merged, "FFN") if found.merged else "No FFN"
     return f"{count} became one linear layer{' each' * (found.merged > 1)}."
+
+
+def stopped(plan: Plan, analysis: AnalyseResult) -> list[str]:
+    """Return from which block on patches are not updated, as a sentence, if there is one."""
+    stop, last = analysis.prices.stop(plan), analysis.blocks - 1
+    if stop > last:
+        return []
+    how = "a fitted tail" if plan.tail > 1 else "which changes no answer"
+    where = f"blocks {stop} to {last}" if stop < last else f"block {last}"
+    return [f"In {where} only the class token is updated, patches are not ({how})."]
+
+
+def kept(plan: Plan) -> list[str]:
+    """Return that the class token keeps FFNs, as a sentence, if it does.
+
+    >>> kept(Plan(activation=(1,))), len(kept(Plan(activation=(1,), removal=("skip", "identity-keep"))))
+    ([], 1)
+    """
+    return [CLASS_TOKEN_KEEPS] if plan.activation and plan.class_token == "keep" else []
 
 
 def trained(record: RunRecord) -> str:

@@ -94,6 +94,9 @@ def _layers(record: RunRecord) -> Iterator[Part]:
     else:
         text.append("An empty frame with a cross is a removed layer; its number says when it was removed.")
         text += [headline.merged(results.merge)] if results.merge else []
+    if chosen and results.analyse:
+        text += headline.stopped(chosen.plan, results.analyse)
+        text += headline.kept(chosen.plan)
     text += [headline.reduced(results.reduce.tokens)] if results.reduce else []
     yield Text(" ".join(text), "about")
     yield Figure(run_charts.blocks)

@@ -61,6 +61,7 @@ def _height(width: float) -> float:
 KEPT = Look("accent", is_box=True, css="kept")
 REMOVED = Look("soft", line="--", fill="none", is_box=True, css="removed")
 FIXED = Look("rule", is_box=True)
+STOPPED = Look("orange", is_box=True)
 GAP, AROUND, WIDEST = 6.0, 54.0, 72.0  # pixels between two layers, around a row of blocks, and of the widest block
 
 Key = tuple[Kind, int]
@@ -83,6 +84,7 @@ def blocks(record: RunRecord) -> PageFigure:
     analysis, chosen = record.results.analyse, record.results.select
     assert analysis is not None
     paths, turns = {(site.kind, site.block): site.path for site in analysis.sites}, turns_of(record)
+    stop = analysis.prices.stop(chosen.plan) if chosen else analysis.blocks
 
     def arrange(width: float) -> tuple[float, float, int, float]:
         """Return where the first block begins, the height of a layer, and the number of blocks in a row."""
@@ -98,6 +100,8 @@ def blocks(record: RunRecord) -> PageFigure:
         chart.sign("kept" if chosen else "removable", KEPT)
         if turns:
             chart.sign("removed, with its turn", REMOVED)
+        if stop < analysis.blocks:
+            chart.sign("patches are not updated", STOPPED)
         for block in range(analysis.blocks):
             row, place = divmod(block, per_row)
             x, top = left + place * column, row * (2 * high + AROUND) + 22
@@ -108,6 +112,8 @@ def blocks(record: RunRecord) -> PageFigure:
                 if not place:
                     chart.text(0, y + high / 2 + 4, kind)
                 draw_layer(chart, (kind, block), (x + 3, y), (column - 6, high))
+            if block >= stop:
+                chart.box((x + 3, top + 2 * high + GAP + 5), (column - 6, 5), STOPPED)
 
     def draw_layer(chart: Chart, key: Key, corner: tuple[float, float], size: tuple[float, float]) -> None:
         look = FIXED if key not in paths else REMOVED if key in turns else KEPT
@@ -123,6 +129,7 @@ def blocks(record: RunRecord) -> PageFigure:
     if chosen:
         removed = (f"{kind} of blocks {', '.join(map(str, getattr(chosen.plan, kind))) or 'none'}" for kind in KINDS)
         label = f"blocks of the model; {'removed: ' + '; '.join(removed) if turns else 'no layer is removed'}"
+        label += f"; patches are not updated from block {stop} on" * (stop < analysis.blocks)
     return page_figure(PageChart(draw, label, lambda width: arrange(width)[3], (0, 0, 0, 0)))
 
 
@@ -318,8 +325,7 @@ def frontier(record: RunRecord) -> PageFigure:
     fit, allocation, chosen = record.results.fit, record.results.allocate, record.results.select
     assert fit is not None
     assert allocation is not None
-    prices = record.results.analyse.prices if record.results.analyse else None
-    axis, removed = SpeedAxis(prices), len(chosen.plan) if chosen else 0
+    axis, removed = SpeedAxis(fit.prices), len(chosen.plan) if chosen else 0
     final = record.results.measure if chosen else None
     found = Frontier(allocation.frontier, fit.samples, axis, allocation.chosen, final, removed)
 

@@ -30,18 +30,24 @@ LOOKS = {
     "calibrated": Look(YELLOW, "P"),
     "drop": Look(PINK, "X"),
 }
+TAIL = Look(PINK, "<", 5, line="-", width=1.0)
 OTHER = Look(GREY, "*")
 TITLES = {"attention": "attention removed", "activation": "activation removed, FFN merged"}
 
 
 def csv_rows(table: ScanTable) -> Iterator[dict[str, Any]]:
-    """Yield one row for each site and style."""
+    """Yield one row for each site and style, then one for each tail, at its first block."""
     for row in table.rows:
         saved = row.ms_saved
         timed = [saved.value, saved.spread, saved.device, saved.dtype, saved.batch] if saved else [None] * 5
         numbers = [row.te, row.r2, row.damage, row.is_replaceable, row.macs_saved]
         site = [row.site.kind, row.site.block, row.site.path, row.site.is_gated]
         yield dict(zip(COLUMNS, [*site, row.style, *numbers, *timed], strict=True))
+    for tail in table.tails:
+        numbers = [tail.te, tail.r2, tail.damage, tail.damage <= table.limit, tail.macs_saved]
+        yield dict(
+            zip(COLUMNS, ["tail", table.blocks - tail.blocks, "", False, "tail", *numbers, *[None] * 5], strict=True)
+        )
 
 
 def size_of(blocks: int) -> tuple[float, float]:
@@ -51,7 +57,7 @@ def size_of(blocks: int) -> tuple[float, float]:
 
 def draw(table: ScanTable, path: Path) -> None:
     """Write a figure, PNG or SVG by its name: damage, transfer entropy and milliseconds for each block."""
-    blocks = 1 + max(site.block for site in table.sites)
+    blocks = table.blocks
 
     def draw_all(attention: Chart, activation: Chart, entropy: Chart, savings: Chart) -> None:
         activation.panel.sharey(attention.panel)
@@ -73,6 +79,10 @@ def _draw_damage(chart: Chart, table: ScanTable, kind: str) -> None:
         return chart.say(f"no {kind} site")
     for style in _styles(rows):
         _draw_style(chart, rows, style, lambda row: min(max(row.damage, least), most))
+    if kind == "attention" and table.tails:
+        damages = [min(max(tail.damage, least), most) for tail in table.tails]
+        places = [table.blocks - tail.blocks for tail in table.tails]
+        chart.plot(places, damages, TAIL, "tail from that block on")
     chart.level(table.uninformed, "an answer that ignores the image", "-")
     chart.level(table.limit, "limit of replacement")
     _shade(chart, [site for site in table.irreplaceable if site.kind == kind])

@@ -1,10 +1,8 @@
-"""The goal of a one-shot removal, in layers or in speed, and how much each site contributes to it."""
+"""The goal of a one-shot removal, in layers or in speed, and the costs of plans that it is measured by."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from math import inf
 from typing import Any
 
 from torch import nn
@@ -12,11 +10,15 @@ from torch import nn
 from hetdpt.core.errors import PlanError
 from hetdpt.core.goals import GOALS, require_pruning
 from hetdpt.core.modules import clone
-from hetdpt.core.plan import KINDS, Kind, Plan, Removal, Site
-from hetdpt.core.progress import StepProgress
-from hetdpt.measurement.speed import latency_table
-from hetdpt.surgery.record import InputSize
+from hetdpt.core.plan import KINDS, Kind, Plan, Removal, Site, Tail, require_class_token
+from hetdpt.core.progress import StageProgress
+from hetdpt.core.styles import ClassTokenChoice
+from hetdpt.results import Prices
+from hetdpt.selection.damage import cheapest, fewer_layers
+from hetdpt.selection.predictor.pricing import measure_prices
+from hetdpt.surgery.record import InputSize, require_record
 from hetdpt.surgery.remove import place_, removable
+from hetdpt.surgery.tail import is_tail_possible, trim_if_possible_
 
 ONESHOT_GOALS = ("layers", "speedup")
 
@@ -38,6 +40,12 @@ class OneShotConfig:
     """The only kind of layer to remove, attention or activation; both by default."""
     removal: Removal = "calibrated"
     """What removed layers leave behind: a name from ``styles.PRESETS`` or (attention style, activation style)."""
+    tail: int | None = None
+    """Blocks at the end in which patches are not updated: 0, 2, ..., or auto, chosen by damage as layers are."""
+    trim: bool = True
+    """Do not compute tokens that no output depends on; outputs stay the same."""
+    class_token: ClassTokenChoice = "auto"
+    """Whether the class token keeps its FFN where patches lose their activation; auto: what does less damage."""
 
     def __post_init__(self) -> None:
         given = {name: value for name in ONESHOT_GOALS if (value := getattr(self, name)) is not None}
@@ -47,76 +55,112 @@ class OneShotConfig:
         require_pruning(given)
         if self.kind not in (None, *KINDS):
             raise PlanError(f"kind is {self.kind!r}; expected {' or '.join(KINDS)}")
-        Plan(removal=self.removal)  # refuses an unknown one
+        Plan(removal=self.removal, tail=self.tail or 0)  # refuses an unknown one
+        require_class_token(self.class_token, self.removal)
 
     @property
-    def is_fitted(self) -> bool:
-        """Whether replacements are fitted on images, for at least one kind of layer."""
-        return Plan(removal=self.removal).is_any_fitted
+    def has_free_tail(self) -> bool:
+        """Whether a longer tail may be chosen in place of a layer.
+
+        Not where layers are counted, which a tail is not, nor where one kind is asked for or nothing is to be fitted.
+        """
+        is_fitted = Plan(removal=self.removal).is_any_fitted
+        return self.tail is None and self.speedup is not None and self.kind is None and self.trim and is_fitted
 
 
 @dataclass(frozen=True)
 class RemovalTarget:
-    """How much to gain in total, and what removing each site gains: 1 layer, or milliseconds of a batch."""
+    """How much to save, the layers that may be removed for it, and what plans cost."""
 
-    gains: Mapping[Site, float]
+    sites: tuple[Site, ...]
     target: float
-    dense: float | None = None
-    """Milliseconds of a batch of the dense model; None if layers are counted."""
+    """Layers, or milliseconds of a batch."""
+    prices: Prices | None = None
+    """With the times of this device; None if layers are counted."""
+    tail: int = 0
+    """The tail that the model has from the start."""
+    longest: int = 0
+    """The longest tail that may be chosen; 0 for none."""
 
     @classmethod
     def of(
-        cls, model: nn.Module, config: OneShotConfig, size: InputSize, progress: StepProgress | None = None
+        cls, model: nn.Module, config: OneShotConfig, size: InputSize, progress: StageProgress | None = None
     ) -> RemovalTarget:
-        """Return the target that ``config`` sets; for a speedup, each site is timed on this device."""
-        known = place_(clone(model).eval(), Plan(removal=config.removal), size)  # refuses one pruned in another style
+        """Return the target that ``config`` sets; for a speedup, blocks are timed on this device."""
+        plan = Plan(removal=config.removal, tail=config.tail or 0)
+        known = place_(clone(model).eval(), plan, size)  # refuses one pruned in another style, and an impossible tail
+        offered = tuple(site for site in removable(known) if config.kind in (None, site.kind))
         if config.layers is not None:
-            offered = [site for site in removable(known) if config.kind in (None, site.kind)]
             if len(offered) < config.layers:
                 raise PlanError(
                     f"the goal is {config.layers} layers removed, but this model has {len(offered)} that can be removed"
                 )
-            return cls(dict.fromkeys(offered, 1.0), float(config.layers))
+            return cls(offered, float(config.layers), tail=plan.tail)
         assert config.speedup is not None
-        table = latency_table(known, size, removal=config.removal, progress=progress)
-        gains = {one.site: one.saved.value for one in table.savings if config.kind in (None, one.site.kind)}
-        dense = table.dense
-        found = cls(gains, dense.value * (1 - 1 / config.speedup), dense.value)
+        prices = measure_prices(known, removal=config.removal, input_size=size, trim=config.trim, progress=progress)
+        found = cls(offered, 0.0, prices, plan.tail, longest_tail(known) if config.has_free_tail else 0)
+        found = replace(found, target=found.cost(Plan()) - found.dense / config.speedup)
         if found.most < found.target:
             raise PlanError(
-                f"a speedup of {config.speedup:g} is out of reach: by the times measured here ({dense.device}, "
-                f"{dense.dtype}, batch {dense.batch}), removing all {len(gains)} layers would give "
-                f"{found.reached(found.most):.3g}; set an easier goal"
+                f"a speedup of {config.speedup:g} is out of reach: by the times measured here ({prices.measured}), "
+                f"removing all {len(offered)} layers would give {found.reached(found.cheapest):.3g}; set an easier goal"
             )
         return found
 
     @classmethod
     def from_dict(cls, values: Any) -> RemovalTarget:
         """Return the target that ``to_dict`` wrote as ``values``."""
-        return cls({Site(**site): gain for site, gain in values["gains"]}, values["target"], values["dense"])
+        prices = Prices.from_json(values["prices"]) if values["prices"] else None
+        sites = tuple(Site(**site) for site in values["sites"])
+        return cls(sites, values["target"], prices, values["tail"], values["longest"])
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as plain JSON."""
-        gains = [[asdict(site), gain] for site, gain in self.gains.items()]
-        return {"gains": gains, "target": self.target, "dense": self.dense}
+        prices = self.prices.to_json() if self.prices else None
+        return {**asdict(self), "prices": prices}
+
+    def cost(self, plan: Plan) -> float:
+        """Return minus the layers that ``plan`` removes, or the milliseconds of a batch without them."""
+        if self.prices is None:
+            return fewer_layers(plan)
+        ms = self.prices.of(plan).ms
+        assert ms is not None
+        return ms
+
+    @property
+    def dense(self) -> float:
+        """Milliseconds of a batch of the dense model; 0 if layers are counted."""
+        return (self.prices.dense.ms or 0.0) if self.prices else 0.0
+
+    @property
+    def cheapest(self) -> Plan:
+        """The plan that costs the least."""
+        tails = [Tail(self.longest)] if self.longest else []
+        return cheapest(self.cost, Plan(tail=self.tail), [*self.sites, *tails])
 
     @property
     def most(self) -> float:
-        """What removing all sites gains."""
-        return sum(gain for gain in self.gains.values() if gain > 0)
+        """What can be saved at most."""
+        return self.cost(Plan()) - self.cost(self.cheapest)
 
-    def reached(self, gained: float) -> float:
-        """Return the layers or the speedup that ``gained`` amounts to."""
-        if self.dense is None:
-            return gained
-        return self.dense / (self.dense - gained) if gained < self.dense else inf
+    def reached(self, plan: Plan) -> float:
+        """Return the layers or the speedup that ``plan`` amounts to."""
+        if self.prices is None:
+            return float(len(plan))
+        return self.prices.speedup(plan) or 0.0
 
-    def raised(self, gained: float, measured: float, wanted: float) -> RemovalTarget | None:
+    def raised(self, plan: Plan, measured: float, wanted: float) -> RemovalTarget | None:
         """Return the target with the missing time added if the ``measured`` speedup is below the ``wanted`` one.
 
         None if the speedup is reached, or if the remaining sites cannot save that time.
         """
-        if self.dense is None or measured >= wanted:
+        if self.prices is None or measured >= wanted:
             return None
-        target = gained + self.dense / measured - self.dense / wanted
+        target = self.cost(Plan()) - self.cost(plan) + self.dense / measured - self.dense / wanted
         return replace(self, target=target) if target <= self.most else None
+
+
+def longest_tail(model: nn.Module) -> int:
+    """Return how many blocks a tail of ``model`` can have."""
+    trim_if_possible_(copy := clone(model))
+    return require_record(copy).survey.anatomy.blocks if is_tail_possible(copy) else 0

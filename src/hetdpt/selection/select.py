@@ -147,7 +147,8 @@ def select(
     task = _Task(model, opened, kinds, offered, config, images, device, workers, keeper, watch, progress)
     sites = SCORES[row.score](task)
     attention, activation = (tuple(site.block for site in sites if site.kind == kind) for kind in KINDS)
-    return Plan(attention, activation, config.removal, require_record(base).survey.anatomy)
+    found = require_record(base)
+    return Plan(attention, activation, config.removal, anatomy=found.survey.anatomy, tail=found.plan.tail)
 
 
 def kinds_of(method: Method, budget: Budget | int) -> tuple[Kind | None, ...]:
@@ -190,12 +191,10 @@ def _by_damage(task: _Task) -> list[Site]:
     judge = _judge(task)
     chosen: list[GreedyChoice] = []
     for kind, count in Counter(task.kinds).items():  # all of one kind, then all of the other
-        before = [choice.site for choice in chosen]
-        gains = {site: 1.0 for site in task.offered if kind in (None, site.kind) or site in before}
         found = choose(
             task.model,
             task.images,
-            gains,
+            [site for site in task.offered if kind in (None, site.kind)],
             len(chosen) + count,
             judge=judge,
             removal=task.config.removal,
@@ -203,8 +202,9 @@ def _by_damage(task: _Task) -> list[Site]:
             progress=task.stage("measuring damage"),
         )
         chosen = [*chosen, *found]
-    _tell(task, [(choice.site, choice.damage) for choice in chosen])
-    return [choice.site for choice in chosen]
+    sites = {choice.move: choice.damage for choice in chosen if isinstance(choice.move, Site)}  # all of them are
+    _tell(task, sites.items())
+    return list(sites)
 
 
 def _judge(task: _Task) -> ImageBatches:

@@ -221,7 +221,7 @@ def _without(student: nn.Module, images: Tensor, classes: tuple[int, ...], batch
 def _pruned(model: nn.Module, config: ExplainConfig) -> nn.Module:
     """Return a copy of the model without the layers of the plan, replacements fitted where there are images."""
     assert config.plan is not None
-    if config.data is None or not config.plan.fitted:
+    if config.data is None or not config.plan.needs_images:
         return prune_(clone(model), config.plan)
     source = open_images(config.data, root=config.root)
     return calibrate_(

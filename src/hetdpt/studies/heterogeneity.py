@@ -97,5 +97,5 @@ def accuracies_without(
     """
     plan = Plan(**{site.kind: (site.block,)}, removal=removal)  # type: ignore[arg-type]
     student = deepcopy(model)
-    student = calibrate_(student, plan, images) if plan.fitted else prune_(student, plan)
+    student = calibrate_(student, plan, images) if plan.needs_images else prune_(student, plan)
     yield from fine_tune(student, model, data, config, **options)

@@ -42,6 +42,7 @@ from hetdpt.core.modules import checked, clone, require_takes
 from hetdpt.core.plan import Site
 from hetdpt.surgery.gate import gates_by_site
 from hetdpt.surgery.record import record_of, survey_of
+from hetdpt.surgery.tail import with_all_tokens
 
 FEW = 10
 """With fewer images there is no interval: their spread is too uncertain."""
@@ -118,6 +119,7 @@ def explain(
     (2, torch.Size([3, 4, 4]), (7, 7, 7))
     """
     require_classifier(model)
+    model = _with_all_tokens(model)
     [images] = checked([images], model, "relevance")
     require_takes(clone(model).eval(), images)
     targets = _targets(target, len(images))
@@ -159,6 +161,18 @@ def _targets(target: int | Sequence[int] | None, count: int) -> Sequence[int | N
     if len(target) != count:
         raise DataError(f"{len(target)} classes were given for {count} images; give one, or one for each")
     return list(target)
+
+
+def _with_all_tokens(model: nn.Module) -> nn.Module:
+    """Return ``model``, or a copy that computes all tokens, whose maps relevance follows; a tail has none."""
+    record = record_of(model)
+    if record and record.plan.tail > 1:
+        raise ModelError(
+            f"relevance follows patches through all blocks, but this model does not update them in its last "
+            f"{record.plan.tail} (its tail); explain the model without a tail instead"
+        )
+    is_whole = record is None or not (record.is_trimmed or record.plan.tail)
+    return model if is_whole else with_all_tokens(model)
 
 
 def _left(model: nn.Module, handles: Sequence[Handle]) -> list[Handle]:

@@ -1,14 +1,14 @@
 """What each layer is worth before anything is trained: every site removed by every style, one at a time.
 
-Two passes over some images suffice: one fits all replacements, one compares the outputs of all variants with those of
-the dense model. No labels are needed; nothing is trained, chosen or written here.
+Two passes over some images suffice for all of them: one fits all replacements, one compares the outputs of all variants
+with those of the dense model. Tails take one more each. No labels are needed; nothing is trained or written here.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import zip_longest
 from math import inf, isfinite
@@ -19,20 +19,21 @@ import torch
 from torch import Tensor, nn
 
 from hetdpt.adapters.anatomy import Handle
-from hetdpt.core.errors import DataError
+from hetdpt.core.errors import DataError, ModelError, PlanError
 from hetdpt.core.format import sides
-from hetdpt.core.modules import Peeked, memory_advice, require_more_than_once
-from hetdpt.core.plan import KINDS, Measurement, Plan, Site
+from hetdpt.core.modules import Peeked, clone, is_once, memory_advice, require_more_than_once
+from hetdpt.core.plan import KINDS, Kind, Measurement, Plan, Site
 from hetdpt.core.styles import PRESETS, STYLES, styles_for
 from hetdpt.measurement.agreement import Damage
 from hetdpt.measurement.costs import Costs
+from hetdpt.measurement.kept_blocks import finished, trimmed
 from hetdpt.measurement.speed import latency_table
 from hetdpt.selection.entropy import Spread, entropy_of_dense, transfer
 from hetdpt.surgery.calibrate import Fitted, fit_sites, replaced
-from hetdpt.surgery.merge import merge_
+from hetdpt.surgery.fit_tail import fit_tail_
 from hetdpt.surgery.prefix_cache import MEMORY, CachedVariants, Probe
 from hetdpt.surgery.record import require_record
-from hetdpt.surgery.remove import ready_for, without
+from hetdpt.surgery.remove import place_, plan_without, ready_for, without
 from hetdpt.surgery.replacement import why_not_removable
 
 LIMIT = 0.5
@@ -40,6 +41,7 @@ LIMIT = 0.5
 PURPOSE = "a scan"
 Progress = Callable[[str, int, int], None]
 """Called with (what is being done, steps done, steps in all)."""
+LONGEST = 2  # a tail takes at most one in so many blocks
 Variant = tuple[Site, str]
 """A site and the style that removes it."""
 
@@ -59,16 +61,30 @@ class ScanRow:
     is_replaceable: bool
     """Whether this style replaces the layer: its damage is at most ``LIMIT`` of that of ignoring the image."""
     macs_saved: int
-    """Multiply-accumulates per image that the merged model saves."""
+    """Multiply-accumulates per image that the merged model saves, trimmed if it can be."""
     ms_saved: Measurement | None
     """Milliseconds per batch that it saves; None if nothing was timed."""
 
 
 @dataclass(frozen=True)
+class ScanTail:
+    """The effect of a tail: patches are not updated in the last ``blocks`` blocks, and no other layer is removed."""
+
+    blocks: int
+    te: float
+    r2: float | None
+    """The worst of the fits of its blocks on held-out images; None for a tail of 1, which is exact."""
+    damage: float
+    macs_saved: int
+
+
+@dataclass(frozen=True)
 class ScanTable:
-    """Every site of a model under every style, in order of execution."""
+    """Every site of a model under every style, in order of execution, and tails."""
 
     rows: tuple[ScanRow, ...]
+    tails: tuple[ScanTail, ...]
+    """From the shortest; none if the output depends on patches."""
     is_classifier: bool
     """Whether damage is in nats; else it is the fraction of the features that is lost."""
     uninformed: float
@@ -91,6 +107,10 @@ class ScanTable:
     def sites(self) -> tuple[Site, ...]:
         return tuple(dict.fromkeys(row.site for row in self.rows))
 
+    @property
+    def blocks(self) -> int:
+        return 1 + max(site.block for site in self.sites)
+
     def of(self, site: Site) -> tuple[ScanRow, ...]:
         return tuple(row for row in self.rows if row.site == site)
 
@@ -106,7 +126,7 @@ class ScanTable:
     def to_dict(self) -> dict[str, Any]:
         """Return values for JSON, which has no infinity: None stands for it."""
         values = asdict(self)
-        for row in values["rows"]:
+        for row in (*values["rows"], *values["tails"]):
             row |= {name: row[name] if isfinite(row[name]) else None for name in ("te", "damage")}
         return values
 
@@ -118,14 +138,20 @@ class ScanTable:
         """Return what ``to_json`` wrote."""
         values = json.loads(text)
         dense, latency = Costs(**values["dense"]), _measurement(values["latency"])
-        return cls(**{**values, "rows": tuple(map(_row, values["rows"])), "dense": dense, "latency": latency})
+        rows = {
+            "rows": tuple(map(_row, values["rows"])),
+            "tails": tuple(ScanTail(**_finite(tail)) for tail in values["tails"]),
+        }
+        return cls(**{**values, **rows, "dense": dense, "latency": latency})
 
 
 def _row(values: dict[str, Any]) -> ScanRow:
-    numbers = {name: inf if values[name] is None else values[name] for name in ("te", "damage")}
-    return ScanRow(
-        **{**values, **numbers, "site": Site(**values["site"]), "ms_saved": _measurement(values["ms_saved"])}
-    )
+    return ScanRow(**{**_finite(values), "site": Site(**values["site"]), "ms_saved": _measurement(values["ms_saved"])})
+
+
+def _finite(values: dict[str, Any]) -> dict[str, Any]:
+    """Return ``values`` with the infinity that JSON does not have."""
+    return values | {name: inf if values[name] is None else values[name] for name in ("te", "damage")}
 
 
 def _measurement(values: dict[str, Any] | None) -> Measurement | None:
@@ -209,7 +235,8 @@ def scan(
     offered = _offered(base)
     fits = _fit(base, offered, images, progress)
     fitted_on = images.count
-    variants = {key: _variant(base, key, fits) for key in offered}
+    tails = _tails(base, images, progress)
+    variants = tails | {key: _variant(base, key, fits) for key in offered}
     judge = images if judge is None or judge is batches else judge
     found = _compare(base, variants, judge, size, memory, progress)
     dense, macs = _macs_saved(base, offered, size, progress)
@@ -227,8 +254,44 @@ def scan(
         )
         for site, style in offered
     )
-    is_apart = judge is not images
-    return ScanTable(rows, found.is_classifier, found.uninformed, dense, whole, fitted_on, found.images, is_apart)
+    return ScanTable(
+        rows=rows,
+        tails=tuple(_tail_row(tail, model, found, dense, size) for tail, model in enumerate(tails.values(), 1)),
+        is_classifier=found.is_classifier,
+        uninformed=found.uninformed,
+        dense=dense,
+        latency=whole,
+        fitted_on=fitted_on,
+        judged_on=found.images,
+        is_apart=judge is not images,
+    )
+
+
+def _tails(model: nn.Module, batches: Iterable[Tensor], progress: Progress | None) -> dict[Variant | int, nn.Module]:
+    """Return copies with a tail, by its length; none if the model has one already, or its output depends on patches.
+
+    Images that come only once are gone; then there is a tail of 1, which is exact.
+    """
+    record = require_record(model)
+    found: dict[Variant | int, nn.Module] = {}
+    if record.plan.tail:
+        return found
+    longest = 1 if is_once(batches) else record.survey.anatomy.blocks // LONGEST
+    for tail in range(1, longest + 1):
+        step = partial(_move_part, progress, "fitting tails", tail - 1, longest) if progress else None
+        try:
+            found[tail] = fit_tail_(
+                place_(clone(model), replace(record.plan, tail=tail, fits=())), batches, progress=step
+            )
+        except (ModelError, PlanError):  # its output depends on patches
+            break
+    return found
+
+
+def _tail_row(tail: int, model: nn.Module, found: _Found, dense: Costs, size: tuple[int, int, int]) -> ScanTail:
+    fits = [fit.r2 for fit in require_record(model).plan.fits if fit.kind == "tail"]
+    saved = dense.macs - Costs.of(model, size).macs
+    return ScanTail(tail, found.te[tail], min(fits, default=None), found.damage[tail], saved)
 
 
 def _offered(model: nn.Module) -> list[Variant]:
@@ -238,16 +301,21 @@ def _offered(model: nn.Module) -> list[Variant]:
 
 def _styles(handle: Handle, plan: Plan) -> list[str]:
     """Return the styles that can remove a site; those of last resort only if another one cannot."""
-    names = (plan.style_of(handle.site.kind).name,) if len(plan) else styles_for(handle.site.kind)
+    names = (plan.style_of(handle.site.kind).name,) if len(plan) else _shared_styles(handle.site.kind)
     able = [name for name in names if why_not_removable(handle, STYLES[name]) is None]
     usual = [name for name in able if not STYLES[name].is_last_resort]
     is_any_unable = len(able) < len(names)
     return able if is_any_unable or len(plan) else usual
 
 
+def _shared_styles(kind: Kind) -> list[str]:
+    """Return the styles of ``kind`` that treat all tokens alike; that the class token keeps its FFN is not compared."""
+    return [name for name in styles_for(kind) if STYLES[name].class_token == "share"]
+
+
 def _timed() -> list[tuple[str, str]]:
     """Return pairs of styles to time together, so that each style with separate costs is in one of them."""
-    attention, activation = ([name for name in styles_for(kind) if not STYLES[name].costs_like] for kind in KINDS)
+    attention, activation = ([name for name in _shared_styles(kind) if not STYLES[name].costs_like] for kind in KINDS)
     rest = zip_longest(attention, activation)
     plain = PRESETS["plain"]
     return [(one or plain.attention, other or plain.activation) for one, other in rest]
@@ -278,8 +346,8 @@ def _variant(model: nn.Module, key: Variant, fits: dict[Variant, Fitted]) -> nn.
 class _Found:
     """The measures of all variants from one pass over the images."""
 
-    te: dict[Variant, float]
-    damage: dict[Variant, float]
+    te: dict[Variant | int, float]
+    damage: dict[Variant | int, float]
     is_classifier: bool
     uninformed: float
     images: int
@@ -287,7 +355,7 @@ class _Found:
 
 def _compare(
     model: nn.Module,
-    variants: dict[Variant, nn.Module],
+    variants: dict[Variant | int, nn.Module],
     judge: Iterable[Tensor],
     size: tuple[int, int, int],
     memory: int,
@@ -300,7 +368,7 @@ def _compare(
         raise DataError(f"the images to judge on are {sides(first.shape[1:])} but those to fit on {sides(size)}")
     side_by_side = CachedVariants(model, variants, Probe(), first, memory)
     damages = {key: Damage.to(model) for key in variants}
-    spreads: dict[Variant | None, Spread] = {key: Spread() for key in (None, *variants)}
+    spreads: dict[Variant | int | None, Spread] = {key: Spread() for key in (None, *variants)}
     uninformed = Uninformed(Damage.to(model).is_classifier)
     done, dense = 0, first.new_zeros(0)
     for images in judged:
@@ -328,13 +396,16 @@ def _compare(
 def _macs_saved(
     model: nn.Module, offered: list[Variant], size: tuple[int, int, int], progress: Progress | None
 ) -> tuple[Costs, dict[Variant, int]]:
-    """Return the costs of ``model`` and the MACs that each variant saves, equal costs counted once."""
-    dense = Costs.of(model, size)
-    saved: dict[Variant, int] = {}
+    """Return the costs of ``model`` and the MACs that each variant saves, equal costs counted once.
+
+    They are those of a model that is trimmed, if it can be.
+    """
+    dense, small = Costs.of(model, size), trimmed(model)
+    whole, saved = Costs.of(small, size).macs, dict[Variant, int]()
     for done, (site, style) in enumerate(offered, 1):
         same = site, _costs_as(style)
         if same not in saved:
-            saved[site, style] = dense.macs - Costs.of(merge_(without(model, site, style)), size).macs
+            saved[site, style] = whole - Costs.of(finished(small, plan_without(small, site, style)), size).macs
         saved.setdefault((site, style), saved.get(same, 0))
         if progress:
             progress("counting", done, len(offered))
@@ -350,7 +421,7 @@ def _ms_saved(
     saved: dict[Variant, Measurement] = {}
     tables = []
     for number, styles in enumerate(removals):
-        move = partial(_move_timing, progress, number, len(removals)) if progress else None
+        move = partial(_move_part, progress, "timing", number, len(removals)) if progress else None
         table = latency_table(model, size, batch=batch, removal=styles, progress=move)
         tables.append(table)
         plan = Plan(removal=styles)
@@ -358,5 +429,5 @@ def _ms_saved(
     return tables[0].dense, saved
 
 
-def _move_timing(progress: Progress, number: int, times: int, done: int, steps: int) -> None:
-    progress("timing", number * steps + done, times * steps)
+def _move_part(progress: Progress, what: str, number: int, times: int, done: int, steps: int) -> None:
+    progress(what, number * steps + done, times * steps)

@@ -251,7 +251,7 @@ def _cases(models: Mapping[str, nn.Module], plans: Mapping[str, Plan], config: T
     cases = [TransferCase(name, model, None, digests[name])]
     for called, plan in plans.items():
         place_(clone(model), plan)
-        how = json.dumps([json.loads(plan.to_json()), config.calibration if plan.fitted else 0])
+        how = json.dumps([json.loads(plan.to_json()), config.calibration if plan.needs_images else 0])
         key = f"{digests[name]}-{hashlib.sha256(how.encode()).hexdigest()[:12]}"
         cases.append(TransferCase(f"{name}, {called}", model, plan, key))
     cases += [TransferCase(other, models[other], None, digests[other]) for other in list(models)[1:]]
@@ -319,14 +319,14 @@ class _TransferJob:
     def _begin(self, case: TransferCase) -> nn.Module:
         """Return the model that a case starts with, on the device; replacements are fitted once, and then loaded."""
         plan, start = case.plan, self.folder(case) / START
-        if plan is not None and plan.fitted and (start / RECIPE).is_file():
+        if plan is not None and plan.needs_images and (start / RECIPE).is_file():
             return load(start).to(self._device)
         model = deepcopy(case.model).to(self._device)
         if plan is None:
             return model
         images = self.config.calibration
         model = remove_layers_(model, plan, self.data, images, self.config.seed, self.execution.workers)
-        if plan.fitted:
+        if plan.needs_images:
             save(deepcopy(model).cpu(), start, overwrite=True)
         return model
 

@@ -17,24 +17,34 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from hetdpt.adapters.anatomy import Handle
+from hetdpt.adapters.layout import TokenLayout
 from hetdpt.core.errors import DataError, ModelError
 from hetdpt.core.fold import Means, Moments, exact
 from hetdpt.core.gates import Values, first_tensor, replacement_class
-from hetdpt.core.modules import Peeked, checked, clone, evaluating, is_once, memory_advice
-from hetdpt.core.plan import Fit, Plan, Site
+from hetdpt.core.modules import (
+    Peeked,
+    checked,
+    clone,
+    evaluating,
+    is_once,
+    memory_advice,
+    require_more_than_once,
+)
+from hetdpt.core.plan import Fit, Plan, Site, with_class_token
 from hetdpt.core.progress import StepProgress
 from hetdpt.core.styles import STYLES, Style
+from hetdpt.surgery.fit_tail import FOLDS, PURPOSE, EnoughError, fit_tail_
 from hetdpt.surgery.gate import fill_gate_, gates_by_site, place_gates_, restore_
-from hetdpt.surgery.record import layer_at, parts_of, require_record
+from hetdpt.surgery.record import layer_at, parts_of, record_of, require_record
 from hetdpt.surgery.remove import fill_, place_, ready_for, without
 from hetdpt.surgery.replacement import place_of
+from hetdpt.surgery.tail import kept_of, trim_to_class_token_, untrim_
 
-FOLDS = 4  # parts of the images, each held out once
 SUMS = 2 << 30  # bytes of sums in one pass over the images
 FLOOR = 0.05  # of the median norm of y: a token below it is weighted as if it were there
-PURPOSE = "calibration"
 
 
 @dataclass(frozen=True)
@@ -66,19 +76,32 @@ def calibrate_(
     >>> [site.path for site in hetdpt.sites(model)]
     ['blocks.0.attn', 'blocks.1.mlp.act']
     """
-    plan = replace(plan, fits=(), removal=plan.removal if plan.is_any_fitted else "calibrated")
+    removal = plan.removal if plan.is_any_fitted else with_class_token("calibrated", plan.class_token)
+    plan = replace(plan, fits=(), removal=removal)
     images = Peeked(batches, model, PURPOSE)
-    place_(clone(model), plan, images.size)  # an impossible plan is refused before anything is fitted
+    whole = place_(clone(model), plan, images.size)  # an impossible plan is refused before anything is fitted
+    if plan.tail > 1:
+        require_more_than_once(batches, "once to replace layers and once to fit the tail")
     dense = ready_for(images.first, model, plan.removal)
     removed = [handle.site for handle in require_record(dense).to_remove(plan)]
+    kept = _kept_at(whole, removed)
     if images.is_once:
-        found = [*fit_sites(dense, _fitted_styles(removed, plan), images, progress=progress).values()]
+        found = [*fit_sites(dense, _fitted_styles(removed, plan), images, kept=kept, progress=progress).values()]
     else:
-        found = _fit_in_order(dense, removed, plan, images, progress)
+        found = _fit_in_order(dense, removed, plan, images, kept, progress)
     place_(model, plan, images.size)
     for fitted in found:
         fill_(model, fitted.site, fitted.values, fitted.fit)
-    return model
+    return fit_tail_(model, images, progress=progress)
+
+
+def _kept_at(model: nn.Module, sites: Iterable[Site]) -> dict[Site, int]:
+    """Return how many of the first tokens are computed at those of ``sites`` where others are not."""
+    record = require_record(model)
+    if record.layout is None:
+        return {}
+    stop, kept = kept_of(record)
+    return {site: kept for site in sites if site.block >= stop}
 
 
 def gate_fitted_(
@@ -119,6 +142,30 @@ def replaced(model: nn.Module, fitted: Fitted) -> nn.Module:
     return fill_(without(model, fitted.site, fitted.fit.style), fitted.site, fitted.values, fitted.fit)
 
 
+def remove_(
+    model: nn.Module, plan: Plan, batches: Iterable[Tensor], *, progress: StepProgress | None = None
+) -> nn.Module:
+    """Apply ``plan`` to a classifier as ``calibrate_`` does, but with its own removal even if that is not fitted.
+
+    Where its head reads the class token alone, what follows the last attention is fitted to that token.
+    """
+    record = record_of(model)
+    was_trimmed = record is not None and record.is_trimmed
+    images = Peeked(batches, model, PURPOSE)
+    trim_to_class_token_(model, images.size)
+    if plan.is_any_fitted or not len(plan):
+        calibrate_(model, plan, images, progress=progress)
+    else:
+        fit_tail_(place_(model, replace(plan, fits=()), images.size), images, progress=progress)
+    return model if was_trimmed else untrim_(model)
+
+
+def with_tail(model: nn.Module, length: int, batches: Iterable[Tensor]) -> nn.Module:
+    """Return a copy of ``model`` (one that is ``ready``) with a tail of ``length``, fitted on ``batches``."""
+    plan = Plan(removal=require_record(model).plan.removal, tail=length)
+    return fit_tail_(place_(clone(model), plan), batches)
+
+
 def variants_of(model: nn.Module, sites: Iterable[Site], batches: Iterable[Tensor]) -> dict[Site, nn.Module]:
     """Return a copy of ``model`` without each of ``sites``, by the removal it is ``ready`` for.
 
@@ -143,17 +190,19 @@ def fit_sites(
     batches: Iterable[Tensor],
     *,
     is_scaled: bool = True,
+    kept: Mapping[Site, int] | None = None,
     progress: StepProgress | None = None,
 ) -> dict[tuple[Site, str], Fitted]:
     """Return a replacement for every wanted site and style, each as if it were the only one, from one pass.
 
+    ``kept`` says of sites where later only so many of the first tokens are computed; others do not count there.
     ``model`` is one that is ``ready``. Without ``is_scaled`` replacements return what a LayerScale parameter multiplies
     afterwards, as those behind a gate have to. If the sums of all of them take more than ``SUMS`` bytes, and the images
     can be read again, there are more passes.
     """
     record = require_record(model)
     sums = [
-        _Sums(model, record.handle_of(site), STYLES[style], is_scaled)
+        _Sums(model, record.handle_of(site), STYLES[style], is_scaled, (kept or {}).get(site), record.layout)
         for site, styles in wanted.items()
         for style in styles
     ]
@@ -194,7 +243,12 @@ def _sum_up(model: nn.Module, sums: list[_Sums], batches: Iterable[Tensor], prog
 
 
 def _fit_in_order(
-    dense: nn.Module, removed: list[Site], plan: Plan, batches: Iterable[Tensor], progress: StepProgress | None
+    dense: nn.Module,
+    removed: list[Site],
+    plan: Plan,
+    batches: Iterable[Tensor],
+    kept: Mapping[Site, int],
+    progress: StepProgress | None,
 ) -> list[Fitted]:
     """Return the fitted replacements of the ``removed`` sites, each fitted with those before it replaced."""
     student, found = clone(dense), list[Fitted]()
@@ -204,7 +258,7 @@ def _fit_in_order(
             student = without(student, site)
             continue
         step = partial(_progress_of_pass, progress, len(found), len(wanted)) if progress else None
-        [fitted] = fit_sites(student, {site: wanted[site]}, batches, progress=step).values()
+        [fitted] = fit_sites(student, {site: wanted[site]}, batches, kept=kept, progress=step).values()
         found.append(fitted)
         student = replaced(student, fitted)
     return found
@@ -214,15 +268,25 @@ def _progress_of_pass(progress: StepProgress, number: int, passes: int, done: in
     progress(number * batches + done, passes * batches)
 
 
-class _EnoughError(Exception):
-    """Ends a forward pass after the last layer whose output is needed."""
-
-
 class _Sums:
     """What is summed over the images for one replacement."""
 
-    def __init__(self, model: nn.Module, handle: Handle, style: Style, is_scaled: bool = True) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        handle: Handle,
+        style: Style,
+        is_scaled: bool,
+        kept: int | None,
+        layout: TokenLayout | None,
+    ) -> None:
         self.site, self.style = handle.site, style
+        self.positions = slice(0, kept)
+        """The tokens that the replacement is for."""
+        self.is_short = layout is not None and handle.site.block >= kept_of(require_record(model))[0]
+        """Whether only the kept tokens are computed there."""
+        if layout and style.removes == "patches":
+            self.positions = slice(layout.protected, None)
         place = place_of(model, handle, style)
         self.place = place if is_scaled else replace(place, scales=())
         self.images_at = handle.images_at
@@ -231,14 +295,15 @@ class _Sums:
         self.floor = 0.0
         self.size = math.prod(handle.parts.core_layout.shape) if handle.parts else 0
         """Values of one image or window, at all positions."""
-        width = layer_at(model, handle.ffn.first).weight.shape[1] if handle.ffn else parts_of(handle).core_layout.width
+        ffn = None if style.removes == "patches" else handle.ffn
+        self.width = layer_at(model, ffn.first).weight.shape[1] if ffn else parts_of(handle).core_layout.width
         assert self.replacement.sums is not None
-        self.nbytes = FOLDS * self.replacement.sums.nbytes(width)
+        self.nbytes = FOLDS * self.replacement.sums.nbytes(self.width)
 
     def tokens(self, values: Tensor, images: int) -> Tensor:
         """Return ``values`` as (images, positions, channels); windows of an image count as its positions."""
         values = values.movedim(self.place.axis, -1).movedim(self.images_at, 0)
-        return values.reshape(images, -1, values.shape[-1])
+        return values.reshape(images, -1, values.shape[-1])[:, self.positions]
 
     def output(self, model: nn.Module, output: Any) -> Tensor:
         """Return what the replacement has to return: the output of the target, multiplied by the scales."""
@@ -254,6 +319,8 @@ class _Sums:
             y, rows = self._by_position(y, images), len(y)
         else:
             x, y = self.tokens(x, images), self.tokens(y, images)
+        if not y.numel():  # patches that are not computed
+            return
         if not y.isfinite().all():
             raise ModelError(
                 f"{self.place.target} returns values that are not finite; check the weights, or use float32"
@@ -271,6 +338,8 @@ class _Sums:
     def _by_position(self, y: Tensor, images: int) -> Tensor:
         """Return ``y`` as (rows, positions, channels); a row is an image or one window of it."""
         values = y.movedim(self.place.axis, -1).flatten(1, -2)
+        if self.is_short:  # patches are not computed, and what is put there is not read
+            values = F.pad(values, (0, 0, 0, self.size // values.shape[-1] - values.shape[1]))
         if values[0].numel() != self.size or len(values) % images:
             raise ModelError(
                 f"{self.place.target} returns {tuple(y.shape)} for {images} images, which does not have the images "
@@ -286,6 +355,9 @@ class _Sums:
         return size.clamp(min=self.floor).reciprocal()
 
     def fitted(self) -> Fitted:
+        if not self.folds:
+            zeros = torch.zeros(self.width, self.width, dtype=torch.float64)
+            return Fitted(self.site, Fit(self.site.kind, self.site.block, self.style.name, 1.0), (zeros, zeros[0]))
         found = self.replacement.fit(self.folds)
         fit = Fit(self.site.kind, self.site.block, self.style.name, found.r2, found.ridge)
         return Fitted(self.site, fit, found.values)
@@ -303,12 +375,12 @@ def _add(model: nn.Module, sums: list[_Sums], images: Tensor, count: int) -> Non
         sums[number].add(inputs.pop(number), sums[number].output(model, output), len(images), count)
         left.remove(number)
         if not left:
-            raise _EnoughError
+            raise EnoughError
 
     with ExitStack() as stack:
         for number, one in enumerate(sums):
             source, target = model.get_submodule(one.place.source), model.get_submodule(one.place.target)
             stack.callback(source.register_forward_pre_hook(partial(keep, number), with_kwargs=True).remove)
             stack.callback(target.register_forward_hook(partial(add, number)).remove)
-        stack.enter_context(suppress(_EnoughError))
+        stack.enter_context(suppress(EnoughError))
         model(images)

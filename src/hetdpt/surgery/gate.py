@@ -10,6 +10,7 @@ from torch import nn
 
 from hetdpt.adapters.anatomy import Handle
 from hetdpt.adapters.ffn import Ffn
+from hetdpt.adapters.layout import TokenLayout
 from hetdpt.adapters.output_attentions import keep_places_
 from hetdpt.core.errors import PlanError
 from hetdpt.core.fold import new_layer
@@ -20,6 +21,7 @@ from hetdpt.core.styles import Style
 from hetdpt.surgery.record import RECORD, InputSize, layer_at, parts_of, record_for, record_of, require_record
 from hetdpt.surgery.remove import stream_owners
 from hetdpt.surgery.replacement import new_replacement, place_of, require_removable, why_not_removable
+from hetdpt.surgery.tail import keep_positions_
 
 
 def gate_(model: nn.Module, plan: Plan | None = None, input_size: InputSize | None = None) -> nn.Module:
@@ -54,7 +56,7 @@ def place_gates_(
     owners = stream_owners(gated) if plan.has_stream_gelu else {}
     if record_of(model) is None:
         keep_places_(model, record.survey)
-    paths = {handle.site: _put_gate(model, handle, plan.style_of(handle.site.kind)) for handle in gated}
+    paths = {h.site: _put_gate(model, h, plan.style_of(h.site.kind), record.layout) for h in gated}
     vars(model)[RECORD] = replace(record, gates=tuple(paths.items()))
     gates = gates_by_site(model)
     for site, gate in gates.items():
@@ -62,7 +64,7 @@ def place_gates_(
     for block, owner in owners.items():
         pair = tuple(gate for site, gate in gates.items() if site.block == block)
         model.get_submodule(owner).register_forward_hook(StreamGelu(pair), prepend=True)
-    return model
+    return keep_positions_(model)
 
 
 def restore_(model: nn.Module) -> nn.Module:
@@ -99,7 +101,7 @@ def fill_gate_(model: nn.Module, site: Site, values: Values) -> nn.Module:
     return model
 
 
-def _put_gate(model: nn.Module, handle: Handle, style: Style) -> str:
+def _put_gate(model: nn.Module, handle: Handle, style: Style, layout: TokenLayout | None) -> str:
     """Gate a site and return where.
 
     A whole branch is gated at its end, so that norms and scales behind the core are masked too. The gate is before
@@ -112,7 +114,7 @@ def _put_gate(model: nn.Module, handle: Handle, style: Style) -> str:
     else:
         path = parts_of(handle).core
         end = place_of(model, handle, style).target if style.fit else parts_of(handle).gate
-    removed = new_replacement(model, handle, style, end)
+    removed = new_replacement(model, handle, style, end, layout)
     gate = Gate(model.get_submodule(end), removed, handle.images_at)
     gate.to(next(model.parameters()).device)
     if end != path:

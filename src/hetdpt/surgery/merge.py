@@ -12,9 +12,10 @@ from hetdpt.adapters.anatomy import Handle
 from hetdpt.adapters.branches import MULTIPLICATIONS
 from hetdpt.adapters.ffn import Ffn
 from hetdpt.core.fold import add, fold_norm, fold_pair, is_cheaper_folded
-from hetdpt.core.gates import Constant, Pass, Zero
+from hetdpt.core.gates import Constant, Pass, PatchMap, PatchPass, Zero
 from hetdpt.core.modules import put_
 from hetdpt.surgery.record import RECORD, Record, layer_at, parts_of, record_of, refuse_gated, require_record
+from hetdpt.surgery.tail import arrange_
 
 CHANGES = MULTIPLICATIONS | {"constant_pad_nd"}
 """Operations that change a constant."""
@@ -23,6 +24,7 @@ CHANGES = MULTIPLICATIONS | {"constant_pad_nd"}
 def merge_(model: nn.Module, fold_norms: bool = False, fold_constants: bool = True) -> nn.Module:
     """Fold the two linear layers that a removed activation left into one (paper, Eq. 7), where that is cheaper.
 
+    Where the class token keeps its FFN, the folded layer is beside it, and LayerScale and norms stay. Elsewhere
     LayerScale is folded in; with ``fold_norms`` also the affine part of the LayerNorm before it, which saves 2 D
     parameters. With ``fold_constants`` a constant in place of attention is added to the bias of the FFN before it, or
     to the position embedding, where no other layer and no output sees the difference; turn it off if streams between
@@ -51,22 +53,24 @@ def merge_blocks_(
     refuse_gated(model)
     record = require_record(model)
     ffns = _linear_ffns(record)
+    is_kept = record.plan.class_token == "keep"
     merged, folded, constants = [*record.merged], [*record.folded_norms], [*record.folded_constants]
     for block in blocks:
         if block in ffns and block not in merged:
-            merge_ffn_(model, ffns[block])
+            _merge_for_patches(model, ffns[block]) if is_kept else merge_ffn_(model, ffns[block])
             merged.append(block)
-    for block in folded_norms:
+    for block in () if is_kept else folded_norms:
         if block in merged and block not in folded and ffns[block].norm:
             _fold_norm(model, ffns[block])
             folded.append(block)
     record = replace(record, merged=tuple(merged), folded_norms=tuple(folded))
+    stop = record.survey.anatomy.blocks - record.plan.tail  # patches there must not get what is added in that block
     for handle in record.survey.handles:
-        is_wanted = handle.site.kind == "attention" and handle.site.block in folded_constants
+        is_wanted = handle.site.kind == "attention" and handle.site.block in {*folded_constants} - {stop}
         if is_wanted and handle.site.block not in constants and _fold_constant(model, handle, record):
             constants.append(handle.site.block)
     vars(model)[RECORD] = replace(record, folded_constants=tuple(constants))
-    return model
+    return arrange_(model)
 
 
 def _linear_ffns(record: Record) -> dict[int, Ffn]:
@@ -90,6 +94,16 @@ def merge_ffn_(model: nn.Module, ffn: Ffn) -> None:
         neutralise_(model, ffn.scale)
 
 
+def _merge_for_patches(model: nn.Module, ffn: Ffn) -> None:
+    """Fold the two layers for patches; the FFN, with its activation again, is what class tokens keep."""
+    patches = model.get_submodule(f"{ffn.activation}.patches")
+    assert isinstance(patches, PatchPass)
+    assert ffn.core is not None
+    patches.release_()
+    folded = fold_pair(layer_at(model, ffn.first), layer_at(model, ffn.second))
+    PatchMap(model.get_submodule(ffn.core), patches.protected, folded).keep_()
+
+
 def _fold_norm(model: nn.Module, ffn: Ffn) -> None:
     assert ffn.norm is not None
     norm = model.get_submodule(ffn.norm)
@@ -103,23 +117,24 @@ def _fold_norm(model: nn.Module, ffn: Ffn) -> None:
 def _fold_constant(model: nn.Module, handle: Handle, record: Record) -> bool:
     """Add a constant to the bias before it instead; return whether there is such a constant and such a bias."""
     constant = model.get_submodule(parts_of(handle).core)
-    name = _bias_now(handle, record)
+    names = _biases_now(handle, record)
     is_changed = not CHANGES.isdisjoint(parts_of(handle).tail)
-    if record.plan.style_of("attention").merge != "bias" or name is None or is_changed:
+    if record.plan.style_of("attention").merge != "bias" or not names or is_changed:
         return False
     if not isinstance(constant, Constant):
         return False
-    bias = model.get_parameter(name)
+    biases = {name: model.get_parameter(name) for name in names}
     value: Tensor
-    if bias.ndim == constant.bias.ndim == 1:
+    if all(bias.ndim == constant.bias.ndim == 1 for bias in biases.values()):
         value = constant.bias
-    elif bias.ndim > 1 and parts_of(handle).is_direct and _fits(constant.value, bias):
+    elif parts_of(handle).is_direct and all(b.ndim > 1 and _fits(constant.value, b) for b in biases.values()):
         value = constant.value
     else:
         return False
-    path, _, leaf = name.rpartition(".")
-    total = nn.Parameter(add(bias, value), requires_grad=bias.requires_grad)
-    model.get_submodule(path).register_parameter(leaf, total)
+    for name, bias in biases.items():
+        path, _, leaf = name.rpartition(".")
+        total = nn.Parameter(add(bias, value), requires_grad=bias.requires_grad)
+        model.get_submodule(path).register_parameter(leaf, total)
     put_(model, parts_of(handle).core, Zero(constant.extras))
     return True
 
@@ -129,17 +144,22 @@ def _fits(value: Tensor, bias: Tensor) -> bool:
     return all(side in (1, full) for side, full in zip(value.shape[::-1], bias.shape[::-1], strict=False))
 
 
-def _bias_now(handle: Handle, record: Record) -> str | None:
-    """Return the current name of the parameter that is added to the stream right before a branch; None if removed."""
-    name = handle.bias
+def _biases_now(handle: Handle, record: Record) -> list[str]:
+    """Return the current name of the parameter that is added to the stream right before a branch; none if removed.
+
+    Where class tokens keep their FFN there are two, one of them for patches.
+    """
+    name, style = handle.bias, record.plan.style_of("activation")
     for other in record.survey.handles:
         if other.ffn and name == f"{other.ffn.second}.bias":
-            if other.site.block in record.merged:
-                return f"{other.ffn.first}.bias"
-            is_whole = record.plan.style_of(other.site.kind).removes == "branch"
-            is_dropped = record.plan.removes(other.site) and is_whole
-            return None if is_dropped or other.ffn.scale else name
-    return name
+            is_merged, is_removed = other.site.block in record.merged, record.plan.removes(other.site)
+            if style.class_token == "keep" and (is_merged or (is_removed and style.removes == "patches")):
+                return [name, f"{other.ffn.core}.patches.linear.bias"] if not other.ffn.scale else []
+            if is_merged:
+                return [f"{other.ffn.first}.bias"]
+            is_dropped = is_removed and style.removes == "branch"
+            return [] if is_dropped or other.ffn.scale else [name]
+    return [name] if name else []
 
 
 def neutralise_(model: nn.Module, name: str) -> None:

@@ -8,15 +8,19 @@ from typing import Any
 from torch import nn
 
 from hetdpt.adapters.anatomy import Handle, Parts, Survey, survey
+from hetdpt.adapters.layout import TokenLayout, find_layout
 from hetdpt.adapters.models import input_size_of
-from hetdpt.core.errors import PlanError
+from hetdpt.core.errors import ModelError, PlanError
 from hetdpt.core.fold import Layer
 from hetdpt.core.gates import Behind, Gate
 from hetdpt.core.plan import Plan, Site
 from hetdpt.core.tokens import Tokens
+from hetdpt.surgery.kept import STEP
 
 InputSize = tuple[int, int, int]
 RECORD = "_hetdpt"
+LEFT_OUT = "tokens that nothing reads can be left out"
+"""The purpose of most layouts of tokens, as it begins the sentence of an error."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,10 @@ class Record:
     """The gated sites and the paths of their gates."""
     is_narrowed: bool = False
     """Whether its sizes differ from those it was built with (:mod:`hetdpt.reduce.width.narrow`)."""
+    layout: TokenLayout | None = None
+    """The layout of its tokens, once a change needed it; found before blocks were changed."""
+    is_trimmed: bool = False
+    """Whether tokens that nothing reads are not computed (:mod:`hetdpt.surgery.tail`)."""
     tokens: Tokens | None = None
     """How its blocks reduce tokens, if they do (:mod:`hetdpt.reduce.tokens.reduce`)."""
 
@@ -107,7 +115,34 @@ def record_for(model: nn.Module, plan: Plan, input_size: InputSize | None, is_te
             f"this model was pruned with removal {record.plan.removal!r} and the plan says {plan.removal!r}; "
             "use the same removal for all layers of a model"
         )
+    return with_class_layout(model, record) if plan.class_token == "keep" else record
+
+
+def with_class_layout(model: nn.Module, record: Record) -> Record:
+    """Return the record with the layout of tokens; ``PlanError`` if there are no class tokens to keep an FFN for."""
+    advice = "use class_token 'share'"
+    try:
+        record = with_layout(model, record, "the class token can keep its FFN")
+    except ModelError as error:
+        raise PlanError(f"{error}; {advice}") from None
+    if not layout_of(record).protected:
+        raise PlanError(f"the blocks of this model get patches alone, no class token that keeps its FFN; {advice}")
     return record
+
+
+def with_layout(model: nn.Module, record: Record, purpose: str = LEFT_OUT) -> Record:
+    """Return the record with the layout of the tokens, found on a model whose blocks still compute all of them."""
+    if record.layout is not None:
+        return record
+    blocks = [handle.owner for handle in record.survey.handles if handle.site.kind == "attention"]
+    if not blocks:
+        raise ModelError(f"{purpose} in models with attention, but this one has none that can be removed")
+    return replace(record, layout=find_layout(model, record.survey.input_size, list(dict.fromkeys(blocks)), purpose))
+
+
+def layout_of(record: Record) -> TokenLayout:
+    assert record.layout is not None
+    return record.layout
 
 
 def refuse_gated(model: nn.Module) -> None:
@@ -120,6 +155,15 @@ def parts_of(handle: Handle) -> Parts:
     """Return the parts of a branch that can be removed as a whole, as ``require_removable`` has checked."""
     assert handle.parts is not None
     return handle.parts
+
+
+def is_whole(model: nn.Module, block: str, *branches: Parts) -> bool:
+    """Whether every parameter of a block, but for the maps of a tail, belongs to one of these branches."""
+    paths = [f"{path}." for parts in branches for path in (*parts.entry, parts.core, *parts.exits)]
+    paths.append(f"{block}.{STEP}.")
+    loose = [name for parts in branches for name in parts.parameters]
+    names = [name for name, _ in model.get_submodule(block).named_parameters(prefix=block)]
+    return all(name in loose or name.startswith(tuple(paths)) for name in names)
 
 
 def layer_at(model: nn.Module, path: str) -> Layer:

@@ -13,15 +13,37 @@ from torch import Tensor, nn
 
 from hetdpt.adapters.anatomy import Handle
 from hetdpt.adapters.ffn import Ffn
+from hetdpt.adapters.layout import TokenLayout
 from hetdpt.adapters.output_attentions import keep_places_
 from hetdpt.core.errors import PlanError
-from hetdpt.core.gates import Pass, Removed, StreamGelu, Values, fill_layer_, replacement_class
+from hetdpt.core.gates import (
+    ForPatches,
+    Pass,
+    PatchMap,
+    Removed,
+    StreamGelu,
+    Values,
+    fill_layer_,
+    replacement_class,
+)
 from hetdpt.core.modules import clone, put_, require_takes
-from hetdpt.core.plan import Fit, Plan, Removal, Site
-from hetdpt.core.styles import STYLES, Style, pair_with
+from hetdpt.core.plan import Fit, Plan, Removal, Site, with_class_token
+from hetdpt.core.styles import STYLES, ClassTokenChoice, Style, pair_with
 from hetdpt.surgery.merge import merge_ffn_, neutralise_
-from hetdpt.surgery.record import RECORD, InputSize, Record, layer_at, parts_of, record_for, record_of, require_record
+from hetdpt.surgery.record import (
+    RECORD,
+    InputSize,
+    Record,
+    layer_at,
+    layout_of,
+    parts_of,
+    record_for,
+    record_of,
+    require_record,
+    with_layout,
+)
 from hetdpt.surgery.replacement import new_replacement, place_of, require_removable, why_not_removable
+from hetdpt.surgery.tail import arrange_, require_behind_mean, require_tail
 
 
 def prune_(model: nn.Module, plan: Plan, input_size: InputSize | None = None) -> nn.Module:
@@ -36,6 +58,11 @@ def prune_(model: nn.Module, plan: Plan, input_size: InputSize | None = None) ->
     >>> [site.path for site in sites(model)]
     ['blocks.0.mlp.act', 'blocks.1.attn']
     """
+    if plan.tail > 1:
+        raise PlanError(
+            f"a tail of {plan.tail} blocks is fitted on images, but none were given; pass --data, call "
+            "hetdpt.calibrate_(model, plan, batches), or use a tail of 1, which is exact"
+        )
     if plan.fitted:
         raise PlanError(
             f"removal style {plan.fitted[0]!r} is fitted on images, but none were given; pass --data, call "
@@ -51,6 +78,9 @@ def place_(model: nn.Module, plan: Plan, input_size: InputSize | None = None) ->
     in place of an FFN is what ``identity`` would leave.
     """
     record = record_for(model, plan, input_size)
+    if plan.tail or record.plan.tail:
+        record = with_layout(model, record)
+        require_tail(record, replace(plan, tail=max(plan.tail, record.plan.tail)))
     removed = record.to_remove(plan)
     for handle in removed:
         require_removable(handle, plan.style_of(handle.site.kind))
@@ -59,20 +89,22 @@ def place_(model: nn.Module, plan: Plan, input_size: InputSize | None = None) ->
         plan,
         attention=tuple({*plan.attention, *record.plan.attention}),
         activation=tuple({*plan.activation, *record.plan.activation}),
+        tail=max(plan.tail, record.plan.tail),
         anatomy=record.survey.anatomy,
         fits=record.plan.fits or plan.fits,
     )
+    require_behind_mean(model, replace(record, plan=whole))
     both = [handle for handle in record.survey.handles if whole.removes(handle.site)]
     owners = stream_owners(both) if plan.has_stream_gelu else {}
     if record_of(model) is None:
         keep_places_(model, record.survey)
     for handle in removed:
-        _remove(model, handle, plan.style_of(handle.site.kind))
+        _remove(model, handle, plan.style_of(handle.site.kind), record.layout)
     for block in {handle.site.block for handle in removed} & owners.keys():
         model.get_submodule(owners[block]).register_forward_hook(StreamGelu(), prepend=True)
     single = tuple(h.site.block for h in removed if h.ffn and plan.style_of(h.site.kind).removes == "ffn")
     vars(model)[RECORD] = replace(record, plan=whole, merged=record.merged + single)
-    return model
+    return arrange_(model)
 
 
 def ready(model: nn.Module, removal: Removal, input_size: InputSize | None = None) -> nn.Module:
@@ -83,6 +115,31 @@ def ready(model: nn.Module, removal: Removal, input_size: InputSize | None = Non
     record = record_of(model)
     plan = Plan(removal=record.plan.removal if record and len(record.plan) else removal)
     return place_(clone(model).eval(), plan, input_size)
+
+
+def settled_removal(
+    model: nn.Module, removal: Removal, class_token: ClassTokenChoice, input_size: InputSize | None = None
+) -> Removal:
+    """Return ``removal`` with the activation style in which the class token keeps its FFN, or not, as chosen.
+
+    ``auto`` is described at ``ClassTokenChoice``; a model pruned already keeps the style it was pruned with.
+    """
+    if class_token != "auto":
+        return with_class_token(removal, class_token)
+    record, style = record_of(model), Plan(removal=removal).style_of("activation")
+    if not style.fit or style.removes == "branch":
+        return removal
+    if record and len(record.plan):
+        return with_class_token(removal, record.plan.class_token)
+    kept = with_class_token(removal, "keep")
+    try:
+        found = require_record(place_(clone(model).eval(), Plan(removal=kept), input_size))
+    except PlanError:
+        return with_class_token(removal, "share")
+    handles = [handle for handle in found.survey.handles if handle.site.kind == "activation"]
+    is_able = all(why_not_removable(handle, Plan(removal=kept).style_of("activation")) is None for handle in handles)
+    is_read_alone = layout_of(found).read is not None
+    return kept if is_able and is_read_alone else with_class_token(removal, "share")
 
 
 def ready_for(images: Tensor, model: nn.Module, removal: Removal) -> nn.Module:
@@ -97,21 +154,26 @@ def without(model: nn.Module, site: Site, style: str | None = None) -> nn.Module
 
     A replacement that has to be fitted has no values yet.
     """
+    return place_(clone(model), plan_without(model, site, style))
+
+
+def plan_without(model: nn.Module, site: Site, style: str | None = None) -> Plan:
+    """Return the plan that removes one site of ``model`` (one that is ``ready``), as ``without`` does."""
     plan = require_record(model).plan
     is_own = style in (None, plan.style_of(site.kind).name)
-    removal = plan.removal if is_own or style is None else pair_with(STYLES[style])
-    return place_(clone(model), Plan(**{site.kind: (site.block,)}, removal=removal))  # type: ignore[arg-type]
+    return Plan(removal=plan.removal if is_own or style is None else pair_with(STYLES[style])).plus(site)
 
 
 def removable(model: nn.Module, wanted: Iterable[Site] | None = None) -> list[Site]:
-    """Return the ``wanted`` sites, or all that can be removed from a model that is ``ready``, in order of execution.
+    """Return the ``wanted`` sites, or all before a tail that can be removed from a model that is ``ready``, in order.
 
     ``PlanError`` says which of the wanted sites cannot be removed.
     """
     record = require_record(model)
     left = {handle.site: (handle, record.plan.style_of(handle.site.kind)) for handle in record.left}
     if wanted is None:
-        return [site for site in left if why_not_removable(*left[site]) is None]
+        end = record.survey.anatomy.blocks - record.plan.tail  # in a tail there is next to nothing to save
+        return [site for site in left if site.block < end and why_not_removable(*left[site]) is None]
     wanted = list(wanted)
     for site in wanted:
         if site not in left:
@@ -127,7 +189,11 @@ def fill_(model: nn.Module, site: Site, values: Values, fit: Fit) -> nn.Module:
     """Set the values of a replacement that ``place_`` made."""
     record = require_record(model)
     handle = record.handle_of(site)
-    if handle.ffn:
+    if record.plan.style_of(site.kind).removes == "patches":
+        patches = model.get_submodule(f"{parts_of(handle).core}.patches")
+        assert isinstance(patches, PatchMap)
+        patches.fill_(values, -1)
+    elif handle.ffn:
         fill_layer_(layer_at(model, handle.ffn.first), values)
     else:
         replacement = model.get_submodule(parts_of(handle).core)
@@ -150,16 +216,21 @@ def _refuse_folded_into(handles: list[Handle], plan: Plan, record: Record) -> No
             )
 
 
-def _remove(model: nn.Module, handle: Handle, style: Style) -> None:
+def _remove(model: nn.Module, handle: Handle, style: Style, layout: TokenLayout | None) -> None:
     """Replace a layer and remove what its replacement makes superfluous in the branch."""
+    if style.class_token == "keep":
+        path = handle.site.path if style.removes == "layer" else parts_of(handle).core
+        replacement = new_replacement(model, handle, style, path, layout)
+        assert isinstance(replacement, ForPatches)
+        return replacement.keep_()
     if style.removes == "ffn" and handle.ffn:
         return _put_single(model, handle.ffn)
     if style.removes == "layer":
         path = handle.site.path if handle.site.kind == "activation" else parts_of(handle).core
-        return put_(model, path, new_replacement(model, handle, style, path))
+        return put_(model, path, new_replacement(model, handle, style, path, layout))
     parts, uses_input = parts_of(handle), replacement_class(style).uses_input
     is_at_end = not style.fit or place_of(model, handle, style).target == parts.gate
-    put_(model, parts.core, new_replacement(model, handle, style, parts.core))
+    put_(model, parts.core, new_replacement(model, handle, style, parts.core, layout))
     for path in (*(() if uses_input else parts.entry), *(parts.exits if is_at_end else ())):
         put_(model, path, Pass())
     if is_at_end:

@@ -14,7 +14,8 @@ from hetdpt.adapters.trace import dry_run, trace
 from hetdpt.core.errors import ModelError, first_line
 from hetdpt.core.modules import clone
 from hetdpt.core.styles import STYLES
-from hetdpt.surgery.record import RECORD, InputSize, Record, record_of, refuse_gated
+from hetdpt.surgery.record import RECORD, InputSize, Record, record_of, refuse_gated, with_layout
+from hetdpt.surgery.tail import arrange_, with_all_tokens
 
 
 def resize_(model: nn.Module, size: int | tuple[int, int]) -> nn.Module:
@@ -36,12 +37,14 @@ def resize_(model: nn.Module, size: int | tuple[int, int]) -> nn.Module:
         return model
     record = record_of(model)
     _require_any_size(model, record)
-    probe = clone(model)
+    probe = with_all_tokens(model) if record else clone(model)
     set_size_(probe, height, width)
     _require_takes(probe, (channels, height, width))
     set_size_(model, height, width)
     if record:
-        vars(model)[RECORD] = replace(record, survey=resurvey(probe, record.survey, (channels, height, width)))
+        resized = replace(record, survey=resurvey(probe, record.survey, (channels, height, width)), layout=None)
+        vars(model)[RECORD] = with_layout(probe, resized) if record.layout else resized
+        arrange_(model)
     if wants := vars(model).get(PREPROCESSING):
         vars(model)[PREPROCESSING] = replace(wants, input_size=(channels, height, width))
     return model

@@ -14,7 +14,9 @@ from hetdpt.adapters.models import input_size_of
 from hetdpt.adapters.trace import dry_run
 from hetdpt.core.errors import DataError, ModelError, first_line
 from hetdpt.core.format import sides
+from hetdpt.surgery.record import record_of
 from hetdpt.surgery.resize import resize_
+from hetdpt.surgery.tail import untrim_
 
 SCALES = (4.0, 2.0, 1.0, 0.5)
 """Sides of the maps over the side of the map they are computed from, finest first."""
@@ -89,6 +91,9 @@ class Backbone(nn.Module):
 
     def __init__(self, model: nn.Module, *, size: int | tuple[int, int] | None = None, width: int = 256) -> None:
         super().__init__()
+        record = record_of(untrim_(model))
+        if record and record.plan.tail:
+            raise ModelError("a backbone returns maps of patches, which a model with a tail does not update to the end")
         if size is not None:
             resize_(model, size)
         self.model = model

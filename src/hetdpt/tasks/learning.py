@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hetdpt.adapters.preprocessing import preprocessing_of
-from hetdpt.core.errors import DataError, TrainError
+from hetdpt.core.errors import DataError, PlanError, TrainError
 from hetdpt.core.plan import Plan
 from hetdpt.core.randomness import seeded
 from hetdpt.data.batches import OrderedBatches, RandomBatches
@@ -111,10 +111,12 @@ def build(
     With a ``plan``, layers of the backbone are removed first; replacements are fitted on that many training
     ``images``, at the size of the task. Then it is merged, so that no layer is trained that merging would remove.
     """
+    if plan is not None and plan.tail:
+        raise PlanError("a backbone returns maps of patches, which a tail does not update to the end; use tail=0")
     row = task_called(config.task)
     with seeded(config.training.seed):  # all processes, now and when resumed, start with the same weights
         made = row.model(Backbone(model, size=config.size, width=config.pyramid), data.classes, config.head)
-    if plan is not None and plan.fitted:
+    if plan is not None and plan.needs_images:
         calibrate_(model, plan, _Images(made, data, images, workers))
     elif plan is not None:
         prune_(model, plan)

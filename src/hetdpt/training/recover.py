@@ -25,6 +25,7 @@ from hetdpt.measurement.accuracy import measure_accuracy
 from hetdpt.store.settings import changed
 from hetdpt.surgery.merge import merge_
 from hetdpt.surgery.record import survey_of
+from hetdpt.surgery.tail import trim_if_possible_
 from hetdpt.training.config import TrainConfig
 from hetdpt.training.drop_paths import drop_paths
 from hetdpt.training.objective import Distillation, Objective
@@ -175,7 +176,9 @@ def _teaching(
     sizes = preprocessing_of(student).input_size, preprocessing_of(teacher).input_size
     if sizes[0] != sizes[1]:
         raise TrainError(f"the student takes images of {sizes[0]} but the teacher of {sizes[1]}; they must be the same")
-    return config.distillation, deepcopy(teacher).to(accelerator.device, torch.float32)
+    copy = deepcopy(teacher).to(accelerator.device, torch.float32)
+    trim_if_possible_(copy)  # only its logits are read
+    return config.distillation, copy
 
 
 def _teacher_logits(objective: Objective, batches: TrainingBatches, accelerator: Accelerator) -> Tensor:

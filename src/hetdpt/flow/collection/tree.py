@@ -6,10 +6,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hetdpt.core.plan import KINDS, Budget, Kind
+from hetdpt.selection.predictor.rows import LETTERS
 from hetdpt.selection.predictor.samples import Chain
 
 DENSE = "dense"
-LETTERS = {"attention": "a", "activation": "g"}  # as in the paper's m^a and m^g
 
 
 @dataclass(frozen=True)

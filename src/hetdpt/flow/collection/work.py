@@ -19,18 +19,19 @@ from hetdpt.core.plan import Site
 from hetdpt.data.fixed_batches import ImageBatches
 from hetdpt.data.sources import Data
 from hetdpt.export.saved import RECIPE, load, save
-from hetdpt.flow.collection.tree import DENSE, LETTERS, SampleNode, chain_of
+from hetdpt.flow.collection.tree import DENSE, SampleNode, chain_of
 from hetdpt.flow.execution import Execution, accuracies
 from hetdpt.measurement.accuracy import evaluate
 from hetdpt.measurement.speed import measure_throughput
 from hetdpt.results import PRICES_FILE, Prices
 from hetdpt.selection.predictor.pricing import measure_prices
-from hetdpt.selection.predictor.rows import SAMPLES_FILE, write_rows
+from hetdpt.selection.predictor.rows import LETTERS, SAMPLES_FILE, write_rows
 from hetdpt.selection.predictor.samples import CHAINS, CollectConfig, EntropyPick, SampleStep, fine_tune, prune_next
 from hetdpt.store.atomic import find_sealed_json, sealed, write_text
 from hetdpt.store.checkpoints import CHECKPOINTS
 from hetdpt.store.jobs import Finished, Guard, Task, read_result
 from hetdpt.surgery.merge import merge_
+from hetdpt.surgery.tail import trim_if_possible_
 
 SAMPLES, RECHECK, STEPS = "samples", "recheck", "steps"
 START, LAST, PICKS = "start", "last", "picks.json"
@@ -98,7 +99,8 @@ class CollectionJob:
         if self.results == SAMPLES:
             save(student.cpu(), self._folder(node) / LAST, overwrite=True)
         else:
-            models, timing = {"dense": self.model, "pruned": merge_(student)}, self.execution.stage(f"{title}, timing")
+            trim_if_possible_(merge_(student))
+            models, timing = {"dense": self.model, "pruned": student}, self.execution.stage(f"{title}, timing")
             timed = measure_throughput(models, batch=self.execution.batch, seconds=TIMING_SECONDS, progress=timing)
             speedup = timed.speedup["pruned"].value
         return SampleStep(node.kinds, picks, found[0], found[-1], time.monotonic() - begun, speedup)

@@ -73,6 +73,8 @@ class CompareConfig:
     """The fine-tuning, the same for all."""
     collection: CollectConfig | None = None
     """How accuracy is sampled for the methods whose budget the predictor splits; None where samples are given."""
+    trim: bool = True
+    """Do not compute tokens that no output depends on; outputs stay the same."""
 
     def __post_init__(self) -> None:
         if not self.layers or len(set(self.layers)) < len(self.layers) or min(self.layers) < 1:
@@ -140,7 +142,9 @@ def compare_into(
             sampled.append(step.result.sample)
             yield step
     splits = split_layers(dense, sampled, config.layers, config.selection.removal) if is_split else {}
-    job = ComparisonJob(directory, dense, opened, config.selection, config.recovery, execution, cells, splits)
+    job = ComparisonJob(
+        directory, dense, opened, config.selection, config.recovery, execution, cells, splits, config.trim
+    )
     yield from job.run()
     notes = [*_missing(config, offered), *([GIVEN] if is_split and samples is not None else ())]
     _write(directory, _compared(job, notes))

@@ -35,6 +35,7 @@ from hetdpt.store.jobs import Finished, Guard, Task, read_result
 from hetdpt.store.run_directory import summary_of
 from hetdpt.surgery.merge import merge_
 from hetdpt.surgery.remove import place_
+from hetdpt.surgery.tail import trim_if_possible_
 from hetdpt.training.recover import RecoverConfig
 
 PLANS, MODELS, SEARCHES = "plans", "models", "searches"
@@ -125,6 +126,7 @@ class ComparisonJob:
     cells: tuple[Cell, ...]
     splits: Mapping[int, Allocation]
     """By layers, for the methods that need one."""
+    trims: bool = True
 
     def run(self) -> Iterator[ComparisonDone]:
         """Do all tasks together with the processes that share the directory, and yield every result."""
@@ -241,6 +243,7 @@ class ComparisonJob:
             execution,
             plan=plan,
             calibration=self.selection.images,
+            trims=self.trims,
             watch=execution.watcher(f"{title}, fine-tuning"),
         )
         for _ in epochs:
@@ -260,6 +263,8 @@ class ComparisonJob:
         found: dict[str, PlanSpeed] = {}
         for first in range(0, len(keys), AT_ONCE):
             models = {key: merge_(place_(clone(dense), plans[key])) for key in keys[first : first + AT_ONCE]}
+            for model in models.values() if self.trims else ():
+                trim_if_possible_(model)
             timing = measure_throughput(
                 {"dense": dense, **models},
                 batch=self.execution.batch,

@@ -7,20 +7,23 @@ from dataclasses import asdict, fields, replace
 from math import isfinite
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from hetdpt.core.errors import PlanError
-from hetdpt.core.format import budget_text, percent
+from hetdpt.core.format import budget_text, counted, percent
 from hetdpt.core.goals import BOUNDS, GOALS, Measures, Wanted, short
 from hetdpt.core.modules import clone
-from hetdpt.core.plan import KINDS, Budget, Sample
+from hetdpt.core.plan import KINDS, Budget, Move, Plan, Sample, Tail
+from hetdpt.core.processes import broadcast_
 from hetdpt.core.tokens import read_tokens
 from hetdpt.data.sources import Data
 from hetdpt.data.streams import Stream
 from hetdpt.data.subset import hold_out
 from hetdpt.flow.collection.collect import collect_into, read_samples
-from hetdpt.flow.collection.tree import DENSE, LETTERS, tree_of
+from hetdpt.flow.collection.tree import DENSE, tree_of
 from hetdpt.flow.config import RunConfig
+from hetdpt.flow.execution import fitting_images
 from hetdpt.flow.stages.stage import DATA, MODEL, SAMPLES, RunContext, Stage, StageEstimate
 from hetdpt.measurement.accuracy import evaluate
 from hetdpt.measurement.costs import Costs
@@ -39,37 +42,48 @@ from hetdpt.results import (
     SampledLayer,
     Split,
 )
+from hetdpt.selection.damage import damage_of_each, tail_among
+from hetdpt.selection.goal import longest_tail
 from hetdpt.selection.predictor.allocate import allocate, frontier, surface
 from hetdpt.selection.predictor.polynomial import Predictor, Row, fit_predictor
 from hetdpt.selection.predictor.pricing import measure_prices
+from hetdpt.selection.predictor.rows import LETTERS, order_of, read_order, samples_file
 from hetdpt.surgery.record import require_record, survey_of
-from hetdpt.surgery.remove import ready, removable
+from hetdpt.surgery.remove import place_, ready, removable
+from hetdpt.surgery.tail import trim_if_possible_
 
 if TYPE_CHECKING:
     from hetdpt.flow.stages.timing import Trials
 
-HOW = ("removal", "images")
+HOW = ("removal", "images", "tail", "tail_goal")
 """Settings of every stage that removes layers."""
-TABLE = 112  # batches in which measure_prices times the layers
+TABLE = 124  # batches in which measure_prices times the layers
+BESIDES = 8  # counts of blocks without patches
 
 
 class AnalyseStage(Stage[AnalyseResult]):
     """Measure the dense model: its removable layers, accuracy, MACs, and the price of each layer."""
 
     name, result = "analyse", AnalyseResult
-    settings = ("removal", "batch", "device")
+    settings = (*HOW, "batch", "device", "trim")
     inputs = (MODEL, DATA)
     by_all = True
 
     def run(self, context: RunContext) -> AnalyseResult:
         config, model, data = context.config, context.model, context.data
+        place_(clone(model), Plan(removal=config.removal, tail=config.tail or 0))  # refuses an impossible tail
         base = ready(model, config.removal)
         survey, weight = require_record(base).survey, next(model.parameters())
         costs = Costs.of(model, survey.input_size)
         require_possible(model, config, costs)
         scores = evaluate(model, data, workers=config.workers, progress=context.part("evaluating the dense model"))
         context.note(f"dense model: {percent(scores.top1)} of {scores.count} images", best=scores.top1)
-        prices = measure_prices(model, removal=config.removal, batch=config.batch, progress=context.progress)
+        if config.trim and (why_not := trim_if_possible_(clone(base))):
+            context.note(why_not)
+        prices = measure_prices(
+            model, removal=config.removal, batch=config.batch, trim=config.trim, progress=context.progress
+        )
+        prices = prices.with_tail(free_tail(context, prices) if config.tail_goal else config.tail or 0)
         _require_reach(config, prices)
         return AnalyseResult(
             model=config.model,
@@ -87,13 +101,41 @@ class AnalyseStage(Stage[AnalyseResult]):
 
     def estimate(self, trials: Trials) -> StageEstimate:
         images, sites = trials.images, len(trials.sites)
-        timing = TABLE * trials.batch + sites * trials.counting
+        timing = TABLE * trials.batch + (sites + BESIDES) * trials.counting
+        timing += sum(trials.choices.values()) if trials.config.tail_goal else 0.0
         return StageEstimate(
             stage=self.name,
             text=f"the dense model on {images} images; {sites} layers counted and timed",
             evaluations=images,
             seconds=images * trials.evaluation + timing,
         )
+
+
+def free_tail(context: RunContext, prices: Prices) -> int:
+    """Return the length of the tail that does less damage than the layers it saves, as far as the goal needs it."""
+    config, model, data = context.config, context.model, context.data
+    longest = longest_tail(ready(model, config.removal))
+    if not longest or data.train is None:
+        context.note("no tail: the output depends on patches, or there are no images to fit it on")
+        return 0
+    seed, count = config.recovery.training.seed, config.images
+    images = fitting_images(model, data, count, seed, config.workers)
+    judge = fitting_images(model, data, count, seed, config.workers, start=count) if len(data.train) > count else images
+    moves: list[Move] = [*removable(ready(model, config.removal)), *map(Tail, range(2, longest + 1))]
+    damages = damage_of_each(
+        model, images, moves, judge=judge, removal=config.removal, progress=context.part("comparing tails and layers")
+    )
+    target = config.with_numbers(prices.dense).target
+    wanted = Wanted({name: target[name] for name in config.tail_goal})
+    tail = tail_among(damages, lambda plan: _cost(prices, plan), lambda plan: not wanted.missed(prices.measures(plan)))
+    tail = int(broadcast_(torch.tensor(tail, device=context.device)).item())  # the same in all processes
+    context.note(f"tail: {counted(tail, 'block')}, by the damage of tails and of layers for what they save")
+    return tail
+
+
+def _cost(prices: Prices, plan: Plan) -> float:
+    left = prices.of(plan)
+    return left.macs if left.ms is None else left.ms
 
 
 def require_possible(model: nn.Module, config: RunConfig, dense: Costs) -> None:
@@ -166,7 +208,7 @@ class CollectStage(Stage[CollectResult]):
         held, measured_on = held_out(context.data)
         steps = collect_into(
             context.directory,
-            context.model,
+            context.base,
             held,
             config.collect_config,
             context.execution,
@@ -228,13 +270,15 @@ class FitStage(Stage[FitResult]):
 
     def run(self, context: RunContext) -> FitResult:
         found = predictor_of(context)
-        names = {field.name for field in fields(FitResult)} - {"tried", "samples", "surface"}
+        prices = replace(context.of(AnalyseResult).prices, order=_order(context))
+        names = {field.name for field in fields(FitResult)} - {"tried", "samples", "surface", "prices"}
         points = zip(found.points, found.accuracies, strict=True)
         return FitResult(
             **{name: getattr(found, name) for name in names},
             tried=tuple(asdict(row) for row in found.tried),
             samples=tuple(CollectedSample(budget=_budget(ratios, found), accuracy=value) for ratios, value in points),
-            surface=_finite(surface(found, context.of(AnalyseResult).prices)),
+            surface=_finite(surface(found, prices)),
+            prices=prices,
         )
 
     def estimate(self, trials: Trials) -> StageEstimate:
@@ -261,7 +305,7 @@ class AllocateStage(Stage[AllocateResult]):
         return config.is_split and not config.is_balanced
 
     def run(self, context: RunContext) -> AllocateResult:
-        config, predictor, prices = context.config, predictor_of(context), context.of(AnalyseResult).prices
+        config, predictor, prices = context.config, predictor_of(context), context.of(FitResult).prices
         wanted: dict[str, Any] = dict(config.with_numbers(prices.dense).wanted.conditions)
         if config.plus:
             wanted = {"layers": config.layers}  # the rest of the goal is met by width
@@ -288,6 +332,14 @@ class AllocateStage(Stage[AllocateResult]):
 def predictor_of(context: RunContext) -> Predictor:
     """Return the predictor that is fitted to the samples of the run."""
     return fit_predictor(samples_of(context), context.of(AnalyseResult).blocks)
+
+
+def _order(context: RunContext) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the blocks of the layers in the order in which samples were taken without them, for each kind."""
+    if context.config.samples is not None:
+        return read_order(samples_file(context.config.samples))
+    samples = sorted(context.of(CollectResult).samples, key=lambda sample: sample.budget.layers)
+    return order_of((sample.chain, layer.kind, layer.block) for sample in samples for layer in sample.layers)
 
 
 def samples_of(context: RunContext) -> Sequence[Row]:

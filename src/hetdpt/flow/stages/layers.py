@@ -33,6 +33,7 @@ from hetdpt.store.metrics import EPOCH, METRICS, Metrics
 from hetdpt.store.run_directory import summary_of
 from hetdpt.surgery.merge import merge_
 from hetdpt.surgery.record import require_record
+from hetdpt.surgery.tail import trim_if_possible_
 from hetdpt.training.trainer import Epoch
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ class SelectStage(Stage[SelectResult]):
     def run(self, context: RunContext) -> SelectResult:
         config, picks, budget = context.config, list[ChosenLayer](), _budget(context)
         if budget in (0, Budget(0, 0)):  # width meets the whole goal
-            return SelectResult(config.method, Plan(removal=config.removal))
+            return SelectResult(config.method, Plan(removal=config.removal, tail=context.tail))
 
         def watch(pick: Picked) -> None:
             picks.append(ChosenLayer(pick.site.kind, pick.site.block, pick.score))
@@ -63,7 +64,7 @@ class SelectStage(Stage[SelectResult]):
         context.directory.mkdir(exist_ok=True)
         plan = select_into(
             context.directory / PLAN_FILE,
-            context.model,
+            context.base,
             context.data,
             budget,
             config.method,
@@ -104,7 +105,7 @@ class RecoverStage(Stage[RecoverResult]):
     """Fine-tune the model without these layers; the student is saved, not merged yet."""
 
     name, result = "recover", RecoverResult
-    settings = ("images", "recovery")
+    settings = ("images", "recovery", "trim")
     inputs = (MODEL, DATA, "select", "narrow")
     by_all = True
 
@@ -120,6 +121,7 @@ class RecoverStage(Stage[RecoverResult]):
             plan=None if config.plus else context.of(SelectResult).plan,
             calibration=config.images,
             merges=False,
+            trims=config.trim,
             watch=context.execution.watcher("fine-tuning"),
         )
         for epoch in epochs:
@@ -154,7 +156,7 @@ class MergeStage(Stage[MergeResult]):
     """Merge the linear layers between which no activation is left (paper, Eq. 7)."""
 
     name, result = "merge", MergeResult
-    settings = ("keep",)
+    settings = ("keep", "trim")
     inputs = ("recover",)
 
     def run(self, context: RunContext) -> MergeResult:
@@ -162,6 +164,8 @@ class MergeStage(Stage[MergeResult]):
         merged = merge_(clone(student))
         record = require_record(merged)
         difference = relative_difference(student, merged, record.survey.input_size)
+        if context.config.trim:
+            trim_if_possible_(merged)
         save(deepcopy(merged).cpu(), context.directory / FOLDER, overwrite=True)
         return MergeResult(len(record.merged), difference, replace(record.plan, fits=()))
 

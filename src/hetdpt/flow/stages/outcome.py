@@ -127,7 +127,7 @@ class CompareStage(Stage[CompareResult]):
     """Run other methods with as many layers, the same fine-tuning and the same images."""
 
     name, result = "compare", CompareResult
-    settings = ("compare", *SEARCH, "recovery")
+    settings = ("compare", *SEARCH, "recovery", "trim")
     inputs = (MODEL, DATA, "select")
 
     def is_needed(self, config: RunConfig) -> bool:
@@ -142,7 +142,11 @@ class CompareStage(Stage[CompareResult]):
         if not methods:
             return CompareResult(rows=(), images=0, warnings=tuple(left_out))
         asked = CompareConfig(
-            layers=(layers,), methods=methods, selection=config.select_config, recovery=config.recovery
+            layers=(layers,),
+            methods=methods,
+            selection=config.select_config,
+            recovery=config.recovery,
+            trim=config.trim,
         )
         samples = samples_of(context) if config.is_split else ()
         steps = compare_into(context.directory, context.model, context.data, asked, context.execution, samples=samples)

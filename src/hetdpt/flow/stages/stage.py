@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
 from importlib.metadata import PackageNotFoundError, version
@@ -17,10 +18,12 @@ from torch import nn
 from hetdpt.adapters.identity import fingerprint
 from hetdpt.core.errors import TrainError
 from hetdpt.core.modules import find_device
+from hetdpt.core.plan import Plan
 from hetdpt.data.sources import Data
 from hetdpt.flow.config import RunConfig
 from hetdpt.flow.execution import Execution
-from hetdpt.results import from_json, to_json
+from hetdpt.flow.resumable import remove_layers_
+from hetdpt.results import AnalyseResult, from_json, to_json
 from hetdpt.selection.predictor.polynomial import Row
 from hetdpt.selection.predictor.rows import plain_rows
 from hetdpt.store.atomic import checksum
@@ -74,6 +77,20 @@ class RunContext:
     """Of the stages that are done, by type."""
     stage: str = ""
     """The stage that is running."""
+
+    @cached_property
+    def base(self) -> nn.Module:
+        """The model that layers are chosen in: the dense one, with the tail of the run."""
+        config = self.config
+        if not self.tail:
+            return self.model
+        plan, seed = Plan(removal=config.removal, tail=self.tail), config.recovery.training.seed
+        return remove_layers_(deepcopy(self.model), plan, self.data, config.images, seed, config.workers)
+
+    @property
+    def tail(self) -> int:
+        """The length of the tail, once the model is analysed."""
+        return self.of(AnalyseResult).prices.tail
 
     def of(self, kind: type[R]) -> R:
         """Return the result of that type, from an earlier stage."""
@@ -177,7 +194,8 @@ class Stage(ABC, Generic[R]):
 
     def asked_of(self, config: RunConfig, known_by: Mapping[str, Any]) -> Asked:
         """Return the settings and inputs that decide the result, as far as they are known, as plain JSON."""
-        values = asdict(config) | {"device": find_device(config.device).type, "sampled_layers": config.sampled_layers}
+        derived = {"sampled_layers": config.sampled_layers, "tail_goal": config.tail_goal}
+        values = asdict(config) | {"device": find_device(config.device).type} | derived
         settings = {name: values[name] for name in self.settings}
         return {"settings": settings, "inputs": {name: known_by[name] for name in known_by if self._uses(name)}}
 

@@ -16,6 +16,7 @@ from hetdpt.results import (
     AnalyseResult,
     CollectResult,
     CompareResult,
+    FitResult,
     GoalResult,
     MeasureResult,
     NarrowResult,
@@ -94,7 +95,7 @@ def _value(name: str, reached: Measures) -> float:
 
 def _next(context: RunContext, wanted: Wanted, reached: Measures) -> NextBudget | None:
     """Return the budget that would meet the goal if prices are as wrong there as they were here; None beyond reach."""
-    prices, here = context.of(AnalyseResult).prices, context.of(AllocateResult).budget
+    prices, here = context.of(FitResult).prices, context.of(AllocateResult).budget
     expected, asked = prices.measures(here), dict[str, Any](wanted.conditions)
     for name in asked:
         if GOALS[name].is_bound:

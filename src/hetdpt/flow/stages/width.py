@@ -27,7 +27,7 @@ from hetdpt.flow.stages.layers import FOLDER
 from hetdpt.flow.stages.stage import DATA, MODEL, RunContext, Stage, StageEstimate
 from hetdpt.measurement.speed import measure_throughput
 from hetdpt.reduce.width.narrow import Narrowed, narrow_to
-from hetdpt.results import AnalyseResult, BalanceResult, Candidate, NarrowResult, SelectResult, Split
+from hetdpt.results import AnalyseResult, BalanceResult, Candidate, FitResult, NarrowResult, SelectResult, Split
 from hetdpt.selection.methods import method_called
 from hetdpt.selection.predictor.allocate import allocate
 from hetdpt.selection.select import select
@@ -35,6 +35,7 @@ from hetdpt.store.config_diff import read_json
 from hetdpt.store.run_directory import summary_of
 from hetdpt.surgery.merge import merge_
 from hetdpt.surgery.record import require_record
+from hetdpt.surgery.tail import trim_if_possible_
 
 if TYPE_CHECKING:
     from hetdpt.flow.stages.timing import Trials
@@ -50,7 +51,7 @@ class BalanceStage(Stage[BalanceResult]):
     """Try a few numbers of layers, each with width for the rest of the goal, and take the best."""
 
     name, result = "balance", BalanceResult
-    settings = (*HOW, *BOUNDS, "width", "depths", "collection", "search", "batch")
+    settings = (*HOW, *BOUNDS, "width", "depths", "collection", "search", "batch", "trim")
     inputs = (MODEL, DATA, "analyse", "fit")
 
     def is_needed(self, config: RunConfig) -> bool:
@@ -136,7 +137,7 @@ def _spell(candidate: Candidate) -> str:
 
 def _splits(context: RunContext) -> list[Split]:
     """Return the best split of each number of layers to try, of those that leave something to width."""
-    prices, predictor, target = context.of(AnalyseResult).prices, predictor_of(context), _target(context)
+    prices, predictor, target = context.of(FitResult).prices, predictor_of(context), _target(context)
     asked = depths_of(context.config, sum(prices.count(kind) for kind in KINDS))
     splits = [allocate(predictor, layers=count, prices=prices).best for count in asked]
     left = [split for split in splits if not is_met(split.budget, prices, target)]
@@ -174,6 +175,7 @@ def _try(context: RunContext, split: Split, held: Data) -> dict[str, Any]:
         config.collection,
         context.execution,
         merges=False,
+        trims=config.trim,
         watch=context.execution.watcher(f"{counted(split.layers, 'layer')} removed and width: fine-tuning"),
     )
     for _ in epochs:
@@ -189,6 +191,8 @@ def _speedups(context: RunContext, splits: Sequence[Split]) -> list[float]:
     models: dict[str, nn.Module] = {"dense": context.model}
     for split in splits:
         models[str(split)] = merge_(load(_folder(context, split.budget) / BRIEF / "last").to(context.device))
+        if context.config.trim:
+            trim_if_possible_(models[str(split)])
     size = require_record(models[str(splits[0])]).survey.input_size
     found = measure_throughput(
         models, size, batch=context.config.batch, seconds=TIMING_SECONDS, progress=context.part("timing in turns")
@@ -204,7 +208,7 @@ class NarrowStage(Stage[NarrowResult]):
     """Remove the chosen layers, and then as much width as the goal needs."""
 
     name, result = "narrow", NarrowResult
-    settings = ("images", *BOUNDS, "width", "batch")
+    settings = ("images", *BOUNDS, "width", "batch", "trim")
     inputs = (MODEL, DATA, "analyse", "select")
 
     def is_needed(self, config: RunConfig) -> bool:
@@ -232,6 +236,8 @@ def _narrow(context: RunContext, plan: Plan, data: Data) -> Narrowed:
     config, seed = context.config, context.config.width.seed
     target: dict[str, Any] = _target(context)
     student = remove_layers_(deepcopy(context.model), plan, data, config.images, seed, config.workers)
+    if config.trim:
+        trim_if_possible_(student)
     wants = preprocessing_of(context.model)
     batches = LabelledBatches(data.train, wants, count=config.images, seed=seed, workers=config.workers)
     return narrow_to(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from copy import copy
 from dataclasses import replace
 from typing import Any
 
@@ -19,13 +18,15 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
-from hetdpt.adapters.maps import fused_arguments
-from hetdpt.adapters.models import fused
+from hetdpt.adapters.layout import TokenLayout
+from hetdpt.adapters.maps import attend, attention_map, fused_arguments
+from hetdpt.adapters.models import with_modules
 from hetdpt.core.errors import ModelError
 from hetdpt.core.modules import tensors_in
 from hetdpt.core.tokens import GTP_OPTIONS, Tokens
-from hetdpt.reduce.tokens.layout import TokenLayout
 from hetdpt.reduce.tokens.methods import AttentionRecord, TokenMethod, TokenStream
+from hetdpt.surgery.kept import STEP as TAIL
+from hetdpt.surgery.kept import TailStep, run_kept
 
 STEP = "tokens"
 """The name of a block's ``TokenStep``."""
@@ -87,18 +88,12 @@ class _AttentionWatch(TorchFunctionMode):
         self.seen = AttentionRecord(self.stream.tokens, key, None)
         sizes = self.stream.sizes
         bias = None if sizes is None else sizes.log().to(query.dtype)[:, None, None]  # (B, 1, 1, n)
-        if self.step.fused_attn and not self.needs_map:
-            # under this name it is not intercepted again when torch.compile runs what it traced in the same mode
-            attended: Tensor = torch.ops.aten.scaled_dot_product_attention(
-                query, key, value, bias, dropout_p, scale=scale
-            )
-            return attended
-        scores = (query * (scale or query.shape[-1] ** -0.5)) @ key.mT  # (B, heads, n, n)
-        attention = (scores if bias is None else scores + bias).softmax(-1)
-        if self.needs_map:
-            self.seen = replace(self.seen, map=attention)
-            attention = sparse(attention, self.step.tokens.sparsity)
-        return F.dropout(attention, dropout_p, training=dropout_p > 0) @ value
+        if not self.needs_map:
+            return attend(query, key, value, bias, dropout_p, scale, self.step.fused_attn)
+        attention = attention_map(query, key, bias, scale)  # (B, heads, n, n)
+        self.seen = replace(self.seen, map=attention)
+        kept = sparse(attention, self.step.tokens.sparsity)
+        return F.dropout(kept, dropout_p, training=dropout_p > 0) @ value
 
 
 def sparse(attention: Tensor, part: float) -> Tensor:
@@ -118,6 +113,8 @@ def run_block(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
     before, _CURRENT.stream = _CURRENT.stream, None  # nothing is left after an error
     args, kwargs = _only_tokens(step, args, kwargs)
     stream = _entering(step, before, tensors_in(args, kwargs)[0])
+    if isinstance(block._modules.get(TAIL), TailStep):
+        return run_kept(block, *args, token_sizes=stream.sizes, **kwargs)
     count = min(step.count, (stream.tokens.shape[1] - stream.protected) // 2)
     if step.attention and (count or stream.sizes is not None):
         result, stream = _reduced(block, step, stream, count, args, kwargs)
@@ -166,7 +163,7 @@ def _reduced(
     block: nn.Module, step: TokenStep, stream: TokenStream, count: int, args: Any, kwargs: Any
 ) -> tuple[Any, TokenStream]:
     """Return the output of a block with attention, and its tokens, with ``count`` removed between attention and FFN."""
-    half = _half(block, step.without_ffn if count else (), step.attention)
+    half = with_modules(block, step.without_ffn if count else (), step.attention)
     with _AttentionWatch(step, stream, count) as watch:
         result = type(block).forward(half, *args, **kwargs)
     if watch.seen is None:
@@ -176,36 +173,7 @@ def _reduced(
     middle = replace(stream, tokens=_tensor(result))
     stream = step.method.reduce(middle, watch.seen, count, step.tokens)
     args, kwargs = _with(args, kwargs, lambda _: stream.tokens)
-    return type(block).forward(_half(block, step.without_attention), *args, **kwargs), stream
-
-
-def _half(block: nn.Module, replacements: Replacements, attention: str = "") -> nn.Module:
-    """Return a copy of ``block`` with some modules replaced; its attention, if given, as a fused operator."""
-    half = _twin(block)
-    for path, module in replacements:
-        _set(half, path, module)
-    if attention:
-        for path, module in block.get_submodule(attention).named_modules(prefix=attention):
-            if (other := fused(module)) is not module:
-                _set(half, path, other)
-    return half
-
-
-def _twin(module: nn.Module) -> nn.Module:
-    twin = copy(module)
-    vars(twin)["_modules"] = dict(module._modules)
-    return twin
-
-
-def _set(half: nn.Module, path: str, module: nn.Module) -> None:
-    """Put ``module`` at ``path`` of a half; the modules above it are copied, so that the block is not changed."""
-    *way, leaf = path.split(".")
-    for name in way:
-        child = half._modules[name]
-        assert child is not None
-        half._modules[name] = _twin(child)
-        half = half._modules[name]  # type: ignore[assignment]
-    half._modules[leaf] = module
+    return type(block).forward(with_modules(block, step.without_attention), *args, **kwargs), stream
 
 
 def _refused(step: TokenStep, why: str) -> ModelError:

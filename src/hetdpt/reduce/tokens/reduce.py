@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from hetdpt.adapters.anatomy import Parts
+from hetdpt.adapters.layout import TokenLayout
 from hetdpt.adapters.trace import dry_run
 from hetdpt.core.errors import HetDPTError, ModelError, first_line
 from hetdpt.core.gates import ConstantPerPosition, Pass, Zero
@@ -22,10 +23,11 @@ from hetdpt.core.modules import clone, tensors_in
 from hetdpt.core.plan import KINDS, Plan
 from hetdpt.core.tokens import Tokens
 from hetdpt.reduce.tokens.half_blocks import STEP, Replacements, TokenStep, run_block
-from hetdpt.reduce.tokens.layout import TokenLayout, find_layout
 from hetdpt.reduce.tokens.methods import TokenMethod, merge_alike, propagate
 from hetdpt.surgery.gate import gates_of
-from hetdpt.surgery.record import RECORD, InputSize, Record, record_of, survey_of
+from hetdpt.surgery.kept import connect_
+from hetdpt.surgery.record import RECORD, InputSize, Record, is_whole, layout_of, record_of, survey_of, with_layout
+from hetdpt.surgery.tail import kept_of, require_trimmable
 
 TOKEN_METHODS = {
     "tome": TokenMethod(merge_alike),
@@ -54,8 +56,15 @@ def reduce_tokens_(model: nn.Module, tokens: Tokens, input_size: InputSize | Non
     """
     record = record_of(model) or Record(survey_of(model, input_size), Plan())
     _require_reducible(model, record)
-    blocks = {handle.owner: None for handle in record.survey.handles if handle.site.kind == "attention"}
-    layout = find_layout(model, record.survey.input_size, list(blocks))
+    record = with_layout(model, record, "tokens can be reduced")
+    layout = layout_of(record)
+    if record.is_trimmed:
+        require_trimmable(replace(record, tokens=tokens))
+    if layout.crowded:
+        raise ModelError(
+            f"{layout.crowded} cannot reduce tokens: it takes other inputs too, such as an embedding of their "
+            "positions, which merged tokens do not have"
+        )
     steps = _steps(model, record, tokens, layout)
     _put(probe := clone(model), steps)
     _require_same_shapes(model, probe, record.survey.input_size)
@@ -69,6 +78,7 @@ def restore_tokens_(model: nn.Module) -> nn.Module:
     for module in model.modules():
         if isinstance(module._modules.get(STEP), TokenStep):
             del module._modules[STEP], vars(module)["forward"]
+            connect_(module)
         for name in MAP_CALLS:
             if isinstance(vars(module).get(name), _Refusal):
                 del vars(module)[name]
@@ -84,11 +94,13 @@ def _steps(model: nn.Module, record: Record, tokens: Tokens, layout: TokenLayout
     left = [h for h in record.left if h.site.kind == "attention"]
     if not left:
         raise ModelError("no block of this model has attention, which reducing tokens needs")
-    steps, method = {}, TOKEN_METHODS[tokens.method]
+    steps, method, stop = {}, TOKEN_METHODS[tokens.method], kept_of(record)[0]
     for handle, count in zip(left, tokens.amounts(len(left)), strict=True):
+        if handle.site.block > stop:
+            break
         step = TokenStep(handle.owner, tokens, method, layout, count, handle.site.path.removeprefix(f"{handle.owner}."))
         attention, ffn = (parts.get((handle.owner, kind)) for kind in KINDS)
-        if not attention or not ffn or not _is_whole(model, handle.owner, attention, ffn):
+        if not attention or not ffn or not is_whole(model, handle.owner, attention, ffn):
             raise ModelError(
                 f"{handle.owner} cannot reduce tokens: it is not x + attention, then x + FFN and nothing more, with "
                 "branches that can be removed as a whole"
@@ -102,14 +114,6 @@ def _steps(model: nn.Module, record: Record, tokens: Tokens, layout: TokenLayout
     whole = list(steps.values())
     whole[0].is_first = whole[-1].is_last = True
     return steps
-
-
-def _is_whole(model: nn.Module, block: str, *branches: Parts) -> bool:
-    """Whether every parameter of a block belongs to one of these branches."""
-    paths = [f"{path}." for parts in branches for path in (*parts.entry, parts.core, *parts.exits)]
-    loose = [name for parts in branches for name in parts.parameters]
-    names = [name for name, _ in model.get_submodule(block).named_parameters(prefix=block)]
-    return all(name in loose or name.startswith(tuple(paths)) for name in names)
 
 
 def _replacements(parts: Parts, owner: str) -> Replacements:

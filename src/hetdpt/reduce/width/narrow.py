@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from hetdpt.adapters.heads import logits_of
 from hetdpt.core.errors import DataError, ModelError, PlanError, first_line
 from hetdpt.core.goals import BOUNDS, GOALS, Goal
-from hetdpt.core.modules import checked, clone, evaluating, memory_advice
+from hetdpt.core.modules import checked, clone, evaluating, is_once, memory_advice
 from hetdpt.core.plan import Plan
 from hetdpt.core.progress import StageProgress
 from hetdpt.measurement.costs import Costs
@@ -37,9 +37,11 @@ from hetdpt.reduce.width.scores import (
 )
 from hetdpt.reduce.width.search import RUNGS, RatioSearch, Timing
 from hetdpt.reduce.width.shapes import cut_, mark_narrowed_
+from hetdpt.surgery.fit_tail import fit_tail_
 from hetdpt.surgery.merge import merge_
 from hetdpt.surgery.record import InputSize, record_of, require_record
 from hetdpt.surgery.remove import place_
+from hetdpt.surgery.tail import arrange_, take_off_, with_all_tokens
 
 Batches = Iterable[Any]
 """Images (B, C, H, W), or pairs of them and their labels (B,)."""
@@ -120,7 +122,7 @@ def narrow_(
     """
     config = config or WidthConfig()
     seen = WidthSurvey.of(model, config, batches, ratios, input_size)
-    return seen.apply_(model, seen.choose(ratios))
+    return _with_tail_(seen.apply_(model, seen.choose(ratios)), config, batches)
 
 
 def narrow_to(
@@ -154,7 +156,7 @@ def narrow_to(
     else:
         best = search.find(shares) if shares else search.find_gently()
     kept = seen.choose(best.ratios)
-    narrowed = seen.apply_(deepcopy(model), kept)
+    narrowed = _with_tail_(seen.apply_(deepcopy(model), kept), config, batches)
     return Narrowed(narrowed, removed_ratios(seen.parts, kept), best.macs, best.params, best.speedup, search.count)
 
 
@@ -192,6 +194,7 @@ class WidthSurvey:
         copy = clone(model)
         if record_of(copy) is None:
             place_(copy, Plan(), input_size)
+        copy = with_all_tokens(copy)  # what is not computed later counts as well: it has the same weights
         require_narrowable(copy)
         inputs: Inputs = {}
         with gradients(copy), evaluating(copy):
@@ -237,14 +240,31 @@ class WidthSurvey:
         """Change the sizes of ``model`` as ``apply_`` does, without refitting or rescaling."""
         if record_of(model) is None:
             place_(model, Plan(), self.input_size)
+        maps = {block: self._cut_map(model, block, kept, *pair) for block, pair in take_off_(model).items()}
         cut_(model, cut_of(model, self.parts, kept))
         mark_narrowed_(model, None if kept.stream is None else len(kept.stream))
-        return model
+        return arrange_(model, maps)
+
+    def _cut_map(self, model: nn.Module, block: int, kept: Kept, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what is left of the map that gives the keys and values of patches in a block of a tail."""
+        paths = {h.parts.core: h.site.block for h in require_record(model).survey.handles if h.parts}
+        for number, table in kept.heads.items():
+            if paths[self.parts.heads[number].attention.path] == block:
+                rows = torch.cat([table.flatten(), len(bias) // 2 + table.flatten()]).to(bias.device)
+                weight, bias = weight[rows], bias[rows]
+        return (weight if kept.stream is None else weight[:, kept.stream.to(weight.device)]), bias
 
     def _behind(self, kept: Kept) -> dict[str, Tensor]:
         """Return the layers after removed features, and which of their inputs are kept."""
         hidden = {self.parts.hidden[number].ffn.second: indices for number, indices in kept.hidden.items()}
         return hidden | {self.parts.heads[n].attention.out: table.flatten() for n, table in kept.heads.items()}
+
+
+def _with_tail_(model: nn.Module, config: WidthConfig, batches: Batches) -> nn.Module:
+    """Fit the tail of a narrowed model again, if it has one and the images can be read again."""
+    if not config.refits or is_once(batches):
+        return model
+    return fit_tail_(model, (batch[0] if isinstance(batch, tuple | list) else batch for batch in batches))
 
 
 def _linear(model: nn.Module, path: str) -> nn.Linear:

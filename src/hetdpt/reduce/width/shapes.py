@@ -18,7 +18,9 @@ from hetdpt.adapters.attention import NAMES
 from hetdpt.adapters.trace import dry_run
 from hetdpt.core.errors import FileError, ModelError, first_line
 from hetdpt.core.gates import Constant
+from hetdpt.surgery.kept import STEP
 from hetdpt.surgery.record import RECORD, require_record
+from hetdpt.surgery.tail import arrange_, take_off_
 
 Place = tuple[str, int]
 """A tensor by name, and one of its axes."""
@@ -97,9 +99,12 @@ def _stream_now(survey: Survey) -> int | None:
 
 
 def widths_of(model: nn.Module, wide: nn.Module) -> Widths:
-    """Return the sizes of ``model`` that differ from those of ``wide``, which has the same modules."""
-    shapes = {name: tuple(tensor.shape) for name, tensor in _tensors(wide)}
-    others = dict(wide.named_modules())
+    """Return the sizes of ``model`` that differ from those of ``wide``, which has the same modules.
+
+    Those of the maps of a tail are not among them: they follow from the sizes of attention.
+    """
+    shapes = {name: tuple(tensor.shape) for name, tensor in _tensors(wide) if f".{STEP}." not in name}
+    others = {path: module for path, module in wide.named_modules() if f".{STEP}." not in path}
     return Widths(
         tuple((n, tuple(t.shape)) for n, t in _tensors(model) if n in shapes and shapes[n] != tuple(t.shape)),
         tuple(
@@ -118,6 +123,7 @@ def reshape_(model: nn.Module, widths: Widths) -> nn.Module:
 
     ``FileError`` unless all sizes exist, none is larger than it was, and the model runs: the file may be anyone's.
     """
+    take_off_(model)  # the maps of a tail follow from the sizes of attention
     tensors, modules = dict(_tensors(model)), dict(model.named_modules())
     for name, shape in widths.shapes:
         old = tensors.get(name)
@@ -138,7 +144,7 @@ def reshape_(model: nn.Module, widths: Widths) -> nn.Module:
         _follow(modules[name.rpartition(".")[0]])
     _require_stream(model, widths.stream)
     mark_narrowed_(model, widths.stream)
-    _require_runs(model)
+    _require_runs(arrange_(model))
     return model
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import codecs
 import csv
 import io
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from math import isfinite
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from hetdpt.core.errors import PredictError
-from hetdpt.core.plan import Budget, Sample
+from hetdpt.core.plan import KINDS, Budget, Kind, Sample
 from hetdpt.store.atomic import written
 
 SAMPLES_FILE = "samples.csv"  # of a directory of hetdpt collect
@@ -23,6 +24,8 @@ COUNTS = ("attention", "activation", "accuracy")
 RATIOS = ("a", "t", "accuracy")
 DELIMITERS = (",", ";", "\t")
 EXPECTED = "attention, activation, accuracy (layers removed, percent) or a, t, accuracy (ratios kept, percent)"
+LETTERS: dict[Kind, str] = {"attention": "a", "activation": "g"}  # as in the paper's m^a and m^g
+LAYER = re.compile(r"([ag])(\d+)")
 SHOWN = 12  # columns of a header that an error lists
 Line = tuple[int, list[str]]
 """The number of a line in the file, and its cells."""
@@ -42,6 +45,29 @@ def read_rows(path: Path) -> list[Sample | tuple[float, float, float]]:
     if len(lines) == 1:
         raise PredictError(f"{path} has a header but no rows; expected a line for each sample")
     return [_row(path, line, header, wanted) for line in lines[1:]]
+
+
+def read_order(path: Path) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return ``order_of`` the layers that the samples of a CSV file are without; empty if it does not name them."""
+    header, *lines = [[cell.strip().lower() for cell in cells] for _, cells in _lines(path, _text(path))] or [[]]
+    rows = [dict(zip(header, cells, strict=False)) for cells in lines]
+    named = [(row.get("chain", ""), LAYER.fullmatch(name)) for row in rows for name in row.get("layers", "").split()]
+    kinds = {letter: kind for kind, letter in LETTERS.items()}
+    return order_of((chain, kinds[found[1]], int(found[2])) for chain, found in named if found)
+
+
+def order_of(picks: Iterable[tuple[str, Kind, int]]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the blocks of attention and of activation layers, in the order in which chains removed them.
+
+    ``picks`` are the chain, kind and block of layers in the order of removal. The chain of a kind decides; of the
+    interleaved one only layers that it lacks count.
+
+    >>> order_of([("interleaved", "attention", 4), ("attention", "attention", 3), ("interleaved", "activation", 1)])
+    ((3, 4), (1,))
+    """
+    every = sorted(picks, key=lambda pick: pick[0] != pick[1])
+    attention, activation = (tuple(dict.fromkeys(block for _, of, block in every if of == kind)) for kind in KINDS)
+    return attention, activation
 
 
 def samples_file(samples: Path) -> Path:
