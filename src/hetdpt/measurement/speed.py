@@ -32,6 +32,7 @@ MIN_ROUNDS = 5
 Part = tuple[str, int]
 """One of ``results.PARTS``, and a block."""
 DENSE: Part = "dense", 0
+WHOLE = "whole"  # a block as it is
 Key = TypeVar("Key")
 
 
@@ -117,24 +118,20 @@ def latency_table(
     """Return what removing each site saves on this device, in milliseconds per batch, one site at a time.
 
     Every variant is the real pruned and merged block on the input it gets in the model, also where it computes only
-    the tokens that the head reads. The variants of a block take turns with the block itself, and a saving is the median
-    difference within a round. Sites that ``removal`` cannot remove (gated FFNs under ``plain``) are left out. A pruned
+    the tokens that the head reads. All variants of all blocks take turns, and a saving is the median difference within a
+    round. Sites that ``removal`` cannot remove (gated FFNs under ``plain``) are left out. A pruned
     model keeps the removal it was pruned with.
     """
     images = _images(model, input_size, batch)
-    rounds = Rounds(runs, warmup)
     known = ready(model, removal, input_size)
     whole = with_all_tokens(known)
     with evaluating(model):
-        blocks = _BlockTimes(whole, trimmed(whole), images, rounds)
-        time = _interleave({"dense": partial(whole, images)}, images.device, rounds)["dense"]
-        parts = dict[Part, Measurement]()
-        for done, owner in enumerate(blocks.owners, 1):
-            parts |= blocks.saved(owner)
-            if progress:
-                progress(done, len(blocks.owners))
+        blocks = _BlockTimes(whole, trimmed(whole), images)
+        calls: dict[Part, Callable[[], object]] = {DENSE: partial(whole, images), **blocks.calls()}
+        times = _interleave(calls, images.device, Rounds(runs, warmup), progress)
         breakdown = _breakdown({"dense": model}, {"dense": _kinds(known)}, images, runs)["dense"]
-    dense = _measurement("latency", 1e3 * time, "ms", images)
+    parts = blocks.saved(times)
+    dense = _measurement("latency", 1e3 * times[DENSE], "ms", images)
     prices = _prices(dense, parts, whole)
     return LatencyTable(dense, _savings(prices, parts, removable(whole)), breakdown, prices)
 
@@ -150,10 +147,10 @@ def latency_breakdown(
 
 
 class _BlockTimes:
-    """Times the blocks of a model, each alone, with and without its layers and patches."""
+    """The blocks of a model, each alone, with and without its layers and patches, and what these variants save."""
 
-    def __init__(self, whole: nn.Module, small: nn.Module, images: Tensor, rounds: Rounds) -> None:
-        self.whole, self.small, self.images, self.rounds = whole, small, images, rounds
+    def __init__(self, whole: nn.Module, small: nn.Module, images: Tensor) -> None:
+        self.whole, self.small, self.images = whole, small, images
         self.able = {path: block for block, path in able_to_stop(small).items()}
         self.owners: dict[str, list[Site]] = {path: [] for path in self.able}
         """The sites that the model's removal style can remove, by the module that contains their branch."""
@@ -162,24 +159,31 @@ class _BlockTimes:
             if handle.site in offered:
                 self.owners.setdefault(handle.owner, []).append(handle.site)
         self.inputs = _inputs_of(whole, self.owners, images)
+        self.before: dict[Part, Part] = {}
+        """What each variant is compared with."""
 
-    def saved(self, owner: str) -> dict[Part, Measurement]:
-        """Return what can be saved of the block at ``owner``, by the name of the part and its block."""
-        models: dict[Part, nn.Module] = {
-            (site.kind, site.block): merge_(without(self.whole, site)) for site in self.owners[owner]
+    def calls(self) -> dict[Part, Callable[[], object]]:
+        """Return the variants of all blocks as calls."""
+        calls = dict[Part, Callable[[], object]]()
+        for number, (owner, sites) in enumerate(self.owners.items()):
+            models: dict[Part, nn.Module] = {(WHOLE, number): self.whole}
+            models |= {(site.kind, site.block): merge_(without(self.whole, site)) for site in sites}
+            self.before |= dict.fromkeys(models, (WHOLE, number))
+            if owner in self.able:
+                block = self.able[owner]
+                stopped = {(name, block): model for name, model in stopped_at(self.small, block).items()}
+                self.before |= {part: ("patches", block) if part[0] in KEPT else (WHOLE, number) for part in stopped}
+                models |= stopped
+            calls |= {part: self._call(model.eval(), owner) for part, model in models.items()}
+        return calls
+
+    def saved(self, times: Mapping[Part, np.ndarray]) -> dict[Part, Measurement]:
+        """Return what each variant saves, given the seconds of the calls."""
+        return {
+            part: _measurement("saved", 1e3 * (times[before] - times[part]), "ms", self.images)
+            for part, before in self.before.items()
+            if part != before
         }
-        if owner in self.able:
-            block = self.able[owner]
-            models |= {(name, block): model for name, model in stopped_at(self.small, block).items()}
-        models[DENSE] = self.whole
-        calls = {key: self._call(model, owner) for key, model in models.items()}
-        with evaluating(*models.values()):
-            times = {key: 1e3 * row for key, row in _interleave(calls, self.images.device, self.rounds).items()}
-        found = dict[Part, Measurement]()
-        for name, block in times.keys() - {DENSE}:
-            before = times["patches", block] if name in KEPT else times[DENSE]
-            found[name, block] = _measurement("saved", before - times[name, block], "ms", self.images)
-        return found
 
     def _call(self, model: nn.Module, owner: str) -> Callable[[], object]:
         args, kwargs = self.inputs[owner]

@@ -103,7 +103,8 @@ def choose(
     >>> import hetdpt, timm
     >>> model = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=2, num_classes=10).eval()
     >>> _ = nn.init.zeros_(model.blocks[1].attn.proj.weight)
-    >>> [choice] = choose(model, [torch.randn(8, 3, 32, 32)], hetdpt.sites(model), target=1)
+    >>> attention = [site for site in hetdpt.sites(model) if site.kind == "attention"]
+    >>> [choice] = choose(model, [torch.randn(8, 3, 32, 32)], attention, target=1)
     >>> choice.move.path, round(choice.damage, 6)
     ('blocks.1.attn', 0.0)
     """
@@ -208,7 +209,8 @@ def damage_of_each(
     >>> import hetdpt, timm
     >>> model = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=2, num_classes=10).eval()
     >>> _ = nn.init.zeros_(model.blocks[1].attn.proj.weight)
-    >>> damages = damage_of_each(model, [torch.randn(8, 3, 32, 32)], hetdpt.sites(model))
+    >>> attention = [site for site in hetdpt.sites(model) if site.kind == "attention"]
+    >>> damages = damage_of_each(model, [torch.randn(8, 3, 32, 32)], attention)
     >>> min(damages, key=damages.__getitem__).path
     'blocks.1.attn'
     """
