@@ -39,6 +39,8 @@ class Record:
     """The gated sites and the paths of their gates."""
     is_narrowed: bool = False
     """Whether its sizes differ from those it was built with (:mod:`hetdpt.reduce.width.narrow`)."""
+    channels: tuple[int, ...] | None = None
+    """Channels of the original residual stream that a narrowed one has left; None if it has all of them."""
     layout: TokenLayout | None = None
     """The layout of its tokens, once a change needed it; found before blocks were changed."""
     is_trimmed: bool = False

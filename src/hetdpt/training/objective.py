@@ -18,15 +18,17 @@ from hetdpt.adapters.preprocessing import preprocessing_of
 from hetdpt.core.errors import TrainError
 from hetdpt.data.views import Batch
 from hetdpt.training.config import TrainConfig
+from hetdpt.training.hidden import HiddenLoss
 
 KINDS = ("none", "hard", "soft")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Distillation:
-    """How the student learns from its teacher: (1 - alpha) cross-entropy + alpha distillation (docs/training.md).
+    """How the student learns from its teacher (docs/training.md).
 
-    hard: cross-entropy with the class that the teacher predicts. soft: T^2 KL(teacher || student), both softened by T.
+    The loss is (1 - alpha) cross-entropy + alpha distillation + hidden ``HiddenLoss``. hard: cross-entropy with the
+    class that the teacher predicts. soft: T^2 KL(teacher || student), both softened by T.
     """
 
     kind: str = "hard"
@@ -35,6 +37,8 @@ class Distillation:
     """Weight of the teacher's part of the loss."""
     temperature: float = 1.0
     """Temperature T of soft distillation."""
+    hidden: float = 0.0
+    """Weight of the difference between hidden states of teacher and student; 0 leaves them out."""
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -43,6 +47,13 @@ class Distillation:
             raise TrainError(f"alpha is {self.alpha}; it must be between 0 and 1")
         if not self.temperature > 0:
             raise TrainError(f"temperature is {self.temperature}; it must be above 0")
+        if self.hidden < 0:
+            raise TrainError(f"hidden is {self.hidden}; it must be 0 or more")
+
+    @property
+    def needs_labels(self) -> bool:
+        """Whether labels count in the loss."""
+        return self.kind == "none" or self.alpha < 1
 
 
 class Objective:
@@ -65,6 +76,7 @@ class Objective:
         self.teacher = None if distillation.kind == "none" else teacher
         self.mixup = _mixup(config, num_classes_of(student))
         self.cached: Tensor | None = None
+        self._hidden: HiddenLoss | None = None
         criterion = _criterion(config)
         self.model = _for_timm(student)
         self.model.set_distilled_training(self.teacher is not None)
@@ -74,6 +86,8 @@ class Objective:
             self.task = ClassificationTask(self.model, criterion, device=device, verbose=False)
             return
         self.teacher.to(device).eval().requires_grad_(False)
+        self.distillation = distillation
+        self._hidden = HiddenLoss(student, self.teacher) if distillation.hidden else None
         self._cache = _CachedTeacher(_for_timm(self.teacher))
         self.task = TokenDistillationTask(
             self.model,
@@ -108,8 +122,12 @@ class Objective:
             images, targets = self.mixup(images, targets)
         if self.cached is not None and self.teacher is not None:
             self._cache.logits = self.cached[batch.indices.cpu()].to(images.device)
-        loss: Tensor = self.task(images, targets)["loss"]
-        return loss
+        if self._hidden is None:
+            loss: Tensor = self.task(images, targets)["loss"]
+            return loss
+        with self._hidden.student.watch() as student, self._hidden.teacher.watch() as teacher:
+            loss = self.task(images, targets)["loss"]
+        return loss + self.distillation.hidden * self._hidden(student, teacher)
 
     @torch.no_grad()
     def teacher_logits(self, images: Tensor) -> Tensor:

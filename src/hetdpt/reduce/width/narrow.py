@@ -242,7 +242,12 @@ class WidthSurvey:
             place_(model, Plan(), self.input_size)
         maps = {block: self._cut_map(model, block, kept, *pair) for block, pair in take_off_(model).items()}
         cut_(model, cut_of(model, self.parts, kept))
-        mark_narrowed_(model, None if kept.stream is None else len(kept.stream))
+        before = require_record(model).channels
+        if kept.stream is None:
+            mark_narrowed_(model, None, before)
+        else:
+            left = tuple(int(channel) for channel in kept.stream)
+            mark_narrowed_(model, len(left), left if before is None else tuple(before[channel] for channel in left))
         return arrange_(model, maps)
 
     def _cut_map(self, model: nn.Module, block: int, kept: Kept, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:

@@ -45,15 +45,24 @@ class Widths:
     attributes: tuple[tuple[str, str, Any], ...]
     """Path of a module, name of an attribute, and its new value, a number or tuple of numbers."""
     stream: int | None = None
-    """Channels of the residual stream, if some were removed."""
+    """How many channels of the residual stream are left, if some were removed."""
+    channels: tuple[int, ...] | None = None
+    """Which of the original ones these are; None also in models that were saved before this was recorded."""
 
     @classmethod
     def from_dict(cls, values: Any) -> Widths:
+        values = {"channels": None, **values}
         if other := set(values) ^ {field.name for field in fields(cls)}:
             raise ValueError(other)
         shapes = tuple((str(name), tuple(_whole(side) for side in shape)) for name, shape in values["shapes"])
         attributes = tuple((str(path), str(name), _number(value)) for path, name, value in values["attributes"])
-        return cls(shapes, attributes, _whole(stream) if (stream := values["stream"]) is not None else None)
+        stream, channels = values["stream"], values["channels"]
+        return cls(
+            shapes,
+            attributes,
+            None if stream is None else _whole(stream),
+            None if channels is None else tuple(map(_whole, channels)),
+        )
 
 
 @dataclass(frozen=True)
@@ -83,13 +92,16 @@ def cut_(model: nn.Module, cut: WidthCut) -> nn.Module:
     return model
 
 
-def mark_narrowed_(model: nn.Module, stream: int | None) -> None:
-    """Record that the sizes of a model have changed; its anatomy stays that of the original."""
+def mark_narrowed_(model: nn.Module, stream: int | None, channels: tuple[int, ...] | None) -> None:
+    """Record that the sizes of a model have changed; its anatomy stays that of the original.
+
+    ``stream`` is how many channels of the residual stream are left, ``channels`` which of the original ones.
+    """
     record = require_record(model)
     survey = record.survey
     if stream is not None:
         survey = survey.with_layouts(lambda _, layout: layout.with_width(stream))
-    vars(model)[RECORD] = replace(record, survey=survey, is_narrowed=True)
+    vars(model)[RECORD] = replace(record, survey=survey, is_narrowed=True, channels=channels)
 
 
 def _stream_now(survey: Survey) -> int | None:
@@ -115,6 +127,7 @@ def widths_of(model: nn.Module, wide: nn.Module) -> Widths:
             if _is_alike(value, before := vars(others[path]).get(name)) and value != before
         ),
         _stream_now(require_record(model).survey),
+        require_record(model).channels,
     )
 
 
@@ -142,20 +155,23 @@ def reshape_(model: nn.Module, widths: Widths) -> nn.Module:
         setattr(modules[path], name, value)
     for name, _ in widths.shapes:
         _follow(modules[name.rpartition(".")[0]])
-    _require_stream(model, widths.stream)
-    mark_narrowed_(model, widths.stream)
+    _require_stream(model, widths)
+    mark_narrowed_(model, widths.stream, widths.channels)
     _require_runs(arrange_(model))
     return model
 
 
-def _require_stream(model: nn.Module, stream: int | None) -> None:
-    """Raise unless FFNs take as many channels as the stream has by the file."""
+def _require_stream(model: nn.Module, widths: Widths) -> None:
+    """Raise unless FFNs take as many channels as the stream has by the file, and these exist."""
     survey, there = require_record(model).survey, dict(model.named_modules())
     layers = [there.get(handle.ffn.first) for handle in survey.handles if handle.ffn]
     given = [layer.weight.shape[1] for layer in layers if isinstance(layer, nn.Linear)]
-    expected = survey.anatomy.width if stream is None else stream
+    expected = survey.anatomy.width if widths.stream is None else widths.stream
     if not 0 < expected <= survey.anatomy.width or any(width != expected for width in given):
         raise _refusal("the stream", expected, given[0] if given else survey.anatomy.width)
+    channels = widths.channels
+    if channels is not None and (len(set(channels)) != expected or max(channels) >= survey.anatomy.width):
+        raise _refusal("the channels of the stream", channels, f"{expected} of {survey.anatomy.width}")
 
 
 def _require_runs(model: nn.Module) -> None:
