@@ -20,11 +20,13 @@ import test_cli
 import test_training_cli
 import torch
 import transformers
+from click.testing import CliRunner
 from run_directories import STAGES, USUAL
 from test_cli import SCRIPT, Run
 from test_oneshot import tail_prices
 
 import hetdpt
+from hetdpt.cli import app
 from hetdpt.core.errors import FileError, PlanError
 from hetdpt.core.plan import Budget, Plan
 from hetdpt.core.tokens import read_tokens
@@ -450,6 +452,15 @@ class TestOtherWays:
         lines = [event.text for event in found if event.text.startswith("in place of a layer: tail of ")]
         assert len(lines) == len([pick for pick in picks if pick.kind == "tail"])
         assert bool(lines) == (tail is None)
+
+    @pytest.mark.parametrize(("given", "tail"), [([], 0), (["--tail", "auto"], None), (["--tail", "3"], 3)])
+    def test_the_tail_of_the_command(self, given: list[str], tail: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+        found: list[RunConfig] = []
+        monkeypatch.setattr("hetdpt.cli.run.do", lambda config, *_: found.append(config))
+        command = ["run", "demo", "--data", "demo", "--speedup", "1.3", "--out", "nowhere", *given]
+        result = CliRunner().invoke(app, command)
+        assert result.exit_code == 0, result.output
+        assert [config.tail for config in found] == [tail]
 
     def test_when_calibrated_greedy_chooses_a_tail(self, home: Path) -> None:
         free: dict[str, Any] = {**GREEDY, "macs": "70%", "tail": None}
