@@ -41,9 +41,9 @@ from run_directories import (
 from test_cli import Run
 
 from hetdpt.core.errors import FileError
-from hetdpt.core.plan import KINDS, Budget
+from hetdpt.core.plan import KINDS, Budget, Plan
 from hetdpt.report.charts import PageFigure
-from hetdpt.report.headline import title
+from hetdpt.report.headline import lead, title, trained
 from hetdpt.report.run import RunRecord
 from hetdpt.report.run_charts import blocks, frontier, layers_and_width, methods, recovery, surface, turns_of
 from hetdpt.report.write import REPORTS, write_report, write_reports
@@ -489,6 +489,10 @@ def test_a_tail_is_drawn_and_said(full: Path) -> None:
     record = RunRecord.read(full)
     assert f"patches are not updated from block {BLOCKS - 3} on" in wide(blocks(record)).get("aria-label", "")
     assert "only the class token is updated, patches are not (a fitted tail)" in Page.read(full).text
+    assert f"chosen by the method {chosen.method}, with a tail of 3" in Page.read(full).text
+    change_stage(full, "select", plan=asdict(Plan(tail=3)))
+    assert lead(RunRecord.read(full)).endswith("Removed: no layers, with a tail of 3.")
+    assert trained(RunRecord.read(full)).startswith("The model was fine-tuned for ")
 
 
 @pytest.mark.parametrize("width", [312, 820])

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 import hetdpt
 from hetdpt.core.errors import DataError, ModelError, PlanError, PredictError
 from hetdpt.core.modules import clone
-from hetdpt.core.plan import Plan, Site, Tail
+from hetdpt.core.plan import KINDS, Plan, Site, Tail
 from hetdpt.measurement.agreement import outputs_of
 from hetdpt.selection import goal as goals
 from hetdpt.selection.damage import GreedyChoice, choose
@@ -330,6 +330,20 @@ def test_a_goal_in_speed(model: nn.Module, vit: Family, monkeypatch: pytest.Monk
     with pytest.raises(PlanError) as error:
         RemovalTarget.of(model, OneShotConfig(speedup=3), vit.size)
     assert str(error.value) == (
-        "a speedup of 3 is out of reach: by the times measured here (cpu, float32, batch 8), removing all 6 layers "
-        "would give 2; set an easier goal"
+        "a speedup of 3 is out of reach: by the costs measured here (cpu, float32, batch 8), removing all 6 layers "
+        "would give a speedup of 2; set an easier goal"
     )
+
+
+@pytest.mark.parametrize(("name", "saved"), [("macs", 3), ("params", 2)])
+def test_a_goal_in_macs_or_parameters(name: str, saved: int) -> None:
+    layers = [Site(kind, block, "") for kind in KINDS for block in range(2)]
+    prices = hetdpt.Prices(hetdpt.Price(20, 20), (hetdpt.Price(3, 2),) * 2, (hetdpt.Price(5, 1),) * 2)
+    goal = RemovalTarget.priced({name: 18.0}, layers, prices)
+    assert (goal.target, goal.dense) == (2, 20)
+    assert goal.cost(Plan(attention=(1,))) == 20 - saved
+    assert RemovalTarget.from_dict(goal.to_dict()) == goal
+    with pytest.raises(
+        PlanError, match="^3 .* is out of reach: .*, removing all 4 layers would give .*; set an easier"
+    ):
+        RemovalTarget.priced({name: 3.0}, layers, prices)

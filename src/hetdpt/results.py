@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from math import inf, isfinite
 from pathlib import Path
 from statistics import fmean, median, stdev
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -29,7 +29,7 @@ from hetdpt.core.format import (
     widths,
 )
 from hetdpt.core.goals import Measures
-from hetdpt.core.plan import KINDS, Budget, Kind, Plan, Removal, Site
+from hetdpt.core.plan import KINDS, Budget, Kind, Plan, Removal, Site, Tail
 from hetdpt.core.tokens import Tokens
 from hetdpt.store.atomic import CHECKSUM, parse_json, sealed
 from hetdpt.store.stage_directory import OLDER, SUMMARY
@@ -541,7 +541,8 @@ class BalanceResult:
 class ChosenLayer:
     """A layer to remove; the method chose those of lower scores first."""
 
-    kind: Kind
+    kind: Kind | Literal["tail"]
+    """``tail``: in place of a layer, patches are not updated from that block on."""
     block: int
     score: float | None = None
 
@@ -553,11 +554,13 @@ class SelectResult:
     method: str
     plan: Plan
     picks: tuple[ChosenLayer, ...] = ()
-    """The layers in the order in which they were chosen."""
+    """The layers, and the tails beside them, in the order in which they were chosen."""
 
     def __str__(self) -> str:
         blocks = {kind: getattr(self.plan, kind) for kind in KINDS}
-        return ", ".join(f"{kind} {' '.join(map(str, of))}" for kind, of in blocks.items() if of) or "no layers"
+        parts = [f"{kind} {' '.join(map(str, of))}" for kind, of in blocks.items() if of]
+        parts += [str(Tail(self.plan.tail))] if self.plan.tail else []
+        return ", ".join(parts) or "no layers"
 
 
 @dataclass(frozen=True, kw_only=True)

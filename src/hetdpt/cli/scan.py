@@ -81,7 +81,7 @@ def _print(found: ScanTable) -> None:
         click.echo(f"dense: {found.latency}")
     for site in found.irreplaceable:
         best = found.best(site)
-        click.echo(f"nothing can replace {site.kind} {site.block}: the best, {best.style}, does {_short(best.damage)}")
+        click.echo(f"nothing can replace {site}: the best, {best.style}, does {_short(best.damage)}")
 
 
 def _print_tails(found: ScanTable) -> None:

@@ -37,12 +37,22 @@ class Site:
     is_gated: bool = False
     """Whether it is the activation of a gated FFN (SwiGLU), which has no exact linear form."""
 
+    def __str__(self) -> str:
+        return f"{self.kind} {self.block}"
+
 
 @dataclass(frozen=True)
 class Tail:
-    """A tail of this many blocks: one more than before, or the first."""
+    """A tail of this many blocks: one more than before, or the first.
+
+    >>> print(Tail(3), Site("attention", 3, "blocks.3.attn"), sep=", ")
+    tail of 3, attention 3
+    """
 
     length: int
+
+    def __str__(self) -> str:
+        return f"tail of {self.length}"
 
 
 Move = Site | Tail

@@ -178,7 +178,7 @@ def removable(model: nn.Module, wanted: Iterable[Site] | None = None) -> list[Si
     for site in wanted:
         if site not in left:
             raise PlanError(
-                f"{site.kind} {site.block} at {site.path} is not a site of this model, or was removed already; "
+                f"{site} at {site.path} is not a site of this model, or was removed already; "
                 "hetdpt.sites(model) lists those that are left"
             )
         require_removable(*left[site])
