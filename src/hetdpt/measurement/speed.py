@@ -23,10 +23,10 @@ from hetdpt.core.plan import Measurement, Plan, Removal, Site
 from hetdpt.core.progress import StepProgress
 from hetdpt.measurement.kept_blocks import able_to_stop, stopped_at, trimmed
 from hetdpt.results import KEPT, Machine, Price, Prices, Ratio
+from hetdpt.surgery.arrange import kept_of, with_all_tokens
 from hetdpt.surgery.merge import merge_
 from hetdpt.surgery.record import InputSize, require_record, survey_of
 from hetdpt.surgery.remove import ready, removable, without
-from hetdpt.surgery.tail import kept_of, with_all_tokens
 
 MIN_ROUNDS = 5
 Part = tuple[str, int]
@@ -118,9 +118,9 @@ def latency_table(
     """Return what removing each site saves on this device, in milliseconds per batch, one site at a time.
 
     Every variant is the real pruned and merged block on the input it gets in the model, also where it computes only
-    the tokens that the head reads. All variants of all blocks take turns, and a saving is the median difference within a
-    round. Sites that ``removal`` cannot remove (gated FFNs under ``plain``) are left out. A pruned
-    model keeps the removal it was pruned with.
+    the tokens that the head reads. All variants of all blocks take turns, and a saving is the median difference within
+    a round. Sites that ``removal`` cannot remove (gated FFNs under ``plain``) are left out. A pruned model keeps the
+    removal it was pruned with.
     """
     images = _images(model, input_size, batch)
     known = ready(model, removal, input_size)
