@@ -779,3 +779,10 @@ def test_a_scan_has_the_milliseconds_that_tails_save(monkeypatch: pytest.MonkeyP
     assert [(row["ms_saved"], row["device"], row["batch"]) for row in rows] == [(2.0, "cpu", 8), (4.0, "cpu", 8)]
     untimed = studies.scan(family.build(), [family.images(8)], latency=False)
     assert [tail.ms_saved for tail in untimed.tails] == [None, None]
+
+
+@pytest.mark.parametrize("plan", [Plan(tail=3), Plan((0,), tail=3), Plan((0, 1), tail=1)], ids=str)
+def test_tokens_that_no_block_could_reduce_are_refused(plan: Plan, model: nn.Module, images: Tensor) -> None:
+    hetdpt.calibrate_(model, plan, [images])
+    text = "no block of this model that updates all its tokens has attention, which reducing tokens needs"
+    unchanged_after(ModelError, text, model, images, lambda: reduce_tokens_(model, Tokens("tome", 2)))

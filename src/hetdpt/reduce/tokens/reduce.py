@@ -89,9 +89,11 @@ def _steps(model: nn.Module, record: Record, tokens: Tokens, layout: TokenLayout
     parts = {(h.owner, h.site.kind): h.parts for h in record.survey.handles}
     blocks = [h for h in record.survey.handles if h.site.kind == "attention"]
     left = [h for h in record.left if h.site.kind == "attention"]
-    if not left:
-        raise ModelError("no block of this model has attention, which reducing tokens needs")
-    steps, method, stop = {}, TOKEN_METHODS[tokens.method], kept_of(record)[0]
+    stop = kept_of(record)[0]
+    if not any(handle.site.block < stop for handle in left):
+        where = "that updates all its tokens " if left else ""
+        raise ModelError(f"no block of this model {where}has attention, which reducing tokens needs")
+    steps, method = {}, TOKEN_METHODS[tokens.method]
     for handle, count in zip(left, tokens.amounts(len(left)), strict=True):
         if handle.site.block > stop:
             break
