@@ -157,7 +157,7 @@ def _steps(model: nn.Module, record: Record) -> dict[int, TailStep]:
     ropes = {number: rope_of(_attention(model, record.attentions[number])) for number in readers}
     assert layout.read is not None
     kept = layout.protected if last > stop or any(ropes.values()) else layout.read
-    steps = {number: TailStep(kept, number == stop, number == last) for number in range(stop, last + 1)}
+    steps = {number: TailStep(kept, number == last) for number in range(stop, last + 1)}
     for number in readers:
         handle, step = record.attentions[number], steps[number]
         step.attention = handle.site.path.removeprefix(f"{handle.owner}.")

@@ -38,9 +38,9 @@ class TailStream(NamedTuple):
 class TailStep(nn.Module):
     """How one block runs on the tokens that are kept; a child of the block."""
 
-    def __init__(self, kept: int, is_first: bool, is_last: bool) -> None:
+    def __init__(self, kept: int, is_last: bool) -> None:
         super().__init__()
-        self.kept, self.is_first, self.is_last = kept, is_first, is_last
+        self.kept, self.is_last = kept, is_last
         self.attention = ""
         """The path of the attention in the block; empty if it has none."""
         self.entry: tuple[str, ...] = ()
