@@ -19,19 +19,23 @@ from hetdpt.adapters.heads import answer_tensors
 from hetdpt.adapters.models import Base, unfuse_
 from hetdpt.core.errors import DataError, ModelError, PlanError
 from hetdpt.core.modules import digest
-from hetdpt.core.plan import Plan
+from hetdpt.core.plan import Measurement, Plan
 from hetdpt.core.tokens import Tokens
 from hetdpt.export.saved import RECIPE
 from hetdpt.measurement.costs import count_macs
+from hetdpt.measurement.speed import LatencyTable
 from hetdpt.reduce.tokens.reduce import reduce_tokens_, restore_tokens_
 from hetdpt.reduce.width.choice import Ratios
 from hetdpt.reduce.width.narrow import WidthConfig, narrow_
+from hetdpt.report.scan import csv_rows
+from hetdpt.results import KeptBlock, Price, Prices
 from hetdpt.store.atomic import read_sealed_json, write_sealed_json
+from hetdpt.studies import scan as studies
+from hetdpt.surgery.arrange import with_all_tokens
 from hetdpt.surgery.calibrate import gate_fitted_
 from hetdpt.surgery.kept import MeanStep, TailStep
 from hetdpt.surgery.record import record_of, require_record
 from hetdpt.surgery.resize import resize_
-from hetdpt.surgery.tail import with_all_tokens
 from hetdpt.training.bfloat16 import runs_bfloat16
 
 ROUNDING = 1e-5  # of the largest output in float32: sums over fewer rows round in another order
@@ -696,3 +700,89 @@ def test_a_directory_saved_before_there_were_tails_is_loaded(model: nn.Module, i
     del values["is_trimmed"], values["plan"]["tail"]
     write_sealed_json(recipe, values)
     assert are_equal(run(hetdpt.load(recipe.parent), images), run(model, images))
+
+
+def unchanged_after(error: type[Exception], text: str, model: nn.Module, images: Tensor, act: Any) -> None:
+    """Check that ``act`` is refused in a sentence that begins with ``text``, and that ``model`` stays as it was."""
+    printed, record, before = digest(model), record_of(model), run(model, images)
+    with pytest.raises(error, match=f"^{re.escape(text)}") as refusal:
+        act()
+    assert "\n" not in str(refusal.value)
+    assert digest(model) == printed
+    assert record_of(model) == record
+    assert are_equal(run(model, images), before)
+
+
+def test_a_tail_of_an_unknown_attention_is_refused_before_layers_are_removed() -> None:
+    family = next(family for family, _ in OTHERS if "relpos" in family.label)
+    model, text = family.build(), "blocks.2.attn cannot attend to patches that are not computed: its class"
+    plan = Plan((0,), tail=1)
+    unchanged_after(ModelError, text, model, family.images(), lambda: hetdpt.prune_(model, plan, family.size))
+
+
+def test_images_that_no_tail_can_be_fitted_on_leave_the_model_unchanged(model: nn.Module, images: Tensor) -> None:
+    once = "the images are read once to replace layers and once to fit the tail, but got a one-shot iterator"
+    tailed = hetdpt.calibrate_(deepcopy(model), Plan(tail=2), [images])
+    unchanged_after(DataError, once, tailed, images, lambda: hetdpt.calibrate_(tailed, Plan((0,)), iter([images])))
+
+    def fit(batch: Tensor) -> Any:
+        return lambda: hetdpt.calibrate_(model, Plan(tail=2), [batch])
+
+    one = "a fit is judged on held-out images, but there is only one image; give two or more"
+    unchanged_after(DataError, one, model, images, fit(images[:1]))
+    finite = "the norm before blocks.2.attn returns values that are not finite; check the weights, or use float32"
+    unchanged_after(ModelError, finite, model, images, fit(torch.full_like(images, torch.nan)))
+
+
+def test_fits_of_attention_that_was_removed_later_are_forgotten(model: nn.Module, images: Tensor) -> None:
+    def fitted() -> list[tuple[str, int]]:
+        return [(fit.kind, fit.block) for fit in require_record(model).plan.fits]
+
+    hetdpt.calibrate_(model, Plan(tail=3), [images])
+    assert fitted() == [("tail", 1), ("tail", 2)]
+    hetdpt.prune_(model, Plan((1,)))
+    assert fitted() == [("tail", 2)]
+    hetdpt.prune_(model, Plan((2,)))
+    assert fitted() == []
+
+
+def test_feature_maps_of_blocks_without_all_tokens_are_refused(model: nn.Module, images: Tensor) -> None:
+    expected = model.forward_intermediates(images)[0]  # type: ignore[operator]
+    tailed = hetdpt.calibrate_(deepcopy(model), Plan(tail=2), [images])
+    both = reduce_tokens_(hetdpt.trim_(deepcopy(model)), Tokens("tome", 2))
+    trimmed = "a model that is trimmed, or has a tail, does not have them all; call untrim_(model) before, and use no "
+    reduced = "a model that reduces tokens does not have them all; call restore_tokens_(model) before"
+    hetdpt.trim_(model)
+    for one, why in ((model, trimmed), (tailed, trimmed), (both, reduced), (hetdpt.untrim_(deepcopy(both)), reduced)):
+        for name in ("forward_intermediates", "get_intermediate_layers"):
+            text = f"{name} reshapes all tokens of a block to images, but {why}"
+            unchanged_after(ModelError, text, one, images, lambda one=one, name=name: getattr(one, name)(images))
+    restored = restore_tokens_(both)
+    unchanged_after(ModelError, "forward_", restored, images, lambda: restored.forward_intermediates(images))  # type: ignore[operator]
+    assert torch.equal(hetdpt.untrim_(model).forward_intermediates(images)[0], expected)  # type: ignore[operator]
+
+
+# Scan
+
+
+def test_a_scan_has_the_milliseconds_that_tails_save(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the prices of blocks, in JSON and in the rows of a spreadsheet."""
+    price, dense = Price(0, 0, 1.0), Measurement("latency", 10.0, "ms", "cpu", "float32", 8)
+    kept = KeptBlock(Price(0, 0, 2.0), price, price, Price(0, 0, 0.0), Price(0, 0, 0.0))
+    prices = Prices(Price(0, 0, 10.0), (price,) * 4, (price,) * 4, kept=(kept,) * 4)
+    monkeypatch.setattr(studies, "latency_table", lambda *_, **__: LatencyTable(dense, [], {}, prices))
+    family = token("vit_tiny_patch16_224", "deeper", depth=4)
+    table = studies.scan(family.build(), [family.images(8)])
+    assert [tail.ms_saved for tail in table.tails] == [2.0, 4.0]
+    assert studies.ScanTable.from_json(table.to_json()) == table
+    rows = [row for row in csv_rows(table) if row["kind"] == "tail"]
+    assert [(row["ms_saved"], row["device"], row["batch"]) for row in rows] == [(2.0, "cpu", 8), (4.0, "cpu", 8)]
+    untimed = studies.scan(family.build(), [family.images(8)], latency=False)
+    assert [tail.ms_saved for tail in untimed.tails] == [None, None]
+
+
+@pytest.mark.parametrize("plan", [Plan(tail=3), Plan((0,), tail=3), Plan((0, 1), tail=1)], ids=str)
+def test_tokens_that_no_block_could_reduce_are_refused(plan: Plan, model: nn.Module, images: Tensor) -> None:
+    hetdpt.calibrate_(model, plan, [images])
+    text = "no block of this model that updates all its tokens has attention, which reducing tokens needs"
+    unchanged_after(ModelError, text, model, images, lambda: reduce_tokens_(model, Tokens("tome", 2)))

@@ -123,8 +123,9 @@ class Prices:
     """The cost of a dense model, and the parts that the cost of any plan is composed of.
 
     Savings do not add up: after the last attention that is left, and in a tail, patches are not updated, so that a
-    layer there saves less, and the last attention nearly a whole block. MACs and parameters of ViTs are exact (up
-    to a bias for each layer where there is LayerScale); times are predicted from those of single blocks.
+    layer there saves less, and the last attention nearly a whole block. MACs and parameters of ViTs are exact, up
+    to a bias for each layer where there is LayerScale, and up to register tokens, which some blocks compute that are
+    priced without them; times are predicted from those of single blocks.
 
     A budget is priced for the layers that would be removed: those first in ``order``, then others spread over the
     model (of 12 blocks: 0, 8, 4, 2, 10, ...).

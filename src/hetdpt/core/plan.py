@@ -155,7 +155,7 @@ class Plan:
     fits: tuple[Fit, ...] = field(default=(), compare=False)
     """How well fitted replacements fit, in the order in which they were fitted."""
     tail: int = 0
-    """In how many of the last blocks patches are not updated, so that only the class token goes on.
+    """In how many of the last blocks patches are not updated, but only the class token and those beside it.
 
     1 changes no answer; beyond, keys and values of patches are linear maps that are fitted on images.
     """

@@ -20,12 +20,13 @@ from hetdpt.core.modules import Peeked, checked, clone, memory_advice, require_m
 from hetdpt.core.plan import Move, Plan, Removal, Site, Tail
 from hetdpt.core.progress import StepProgress
 from hetdpt.measurement.agreement import Damage
+from hetdpt.surgery.arrange import kept_of
 from hetdpt.surgery.calibrate import variants_of, with_tail
 from hetdpt.surgery.fit_tail import fit_tail_
 from hetdpt.surgery.prefix_cache import MEMORY, CachedVariants, Probe
 from hetdpt.surgery.record import require_record
 from hetdpt.surgery.remove import ready_for, removable
-from hetdpt.surgery.tail import is_tail_possible, kept_of, trim_to_class_token_
+from hetdpt.surgery.tail import is_tail_possible, trim_to_class_token_
 
 PURPOSE = "choosing layers"
 PARTS = 100  # of a step, as progress counts them
