@@ -164,7 +164,7 @@ AT_WORK = drawn(
 )
 
 
-@pytest.mark.parametrize("as_json", [False, True])
+@pytest.mark.parametrize("as_json", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_terminal_shows_all_stages_and_the_step_at_work(as_json: bool) -> None:
     code = f"with watching(False, {as_json}):\n tell(); wait()\n finish()\nprint('result')"
     terminal = Terminal(code)
@@ -196,7 +196,7 @@ with watching(False, False):
     assert 3 <= drawings <= 4 * (seconds + 1) + 2  # the first and the last are drawn whenever they come
 
 
-@pytest.mark.parametrize("way", ["Ctrl-C", "error"])
+@pytest.mark.parametrize("way", ["Ctrl-C", pytest.param("error", marks=pytest.mark.slow)])
 def test_a_run_that_is_stopped_leaves_a_whole_display(way: str) -> None:
     code = "wait()" if way == "Ctrl-C" else "raise ValueError('no such thing')"
     terminal = Terminal(f"with watching(False, False):\n tell(); {code}")
