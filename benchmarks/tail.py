@@ -9,7 +9,7 @@ images; T = 0 is the dense model. ``speed`` times tails against the dense model,
 
 ``vit-tiny`` is the real one of ``../shared/data``; ``dinov2`` the DINOv2 ViT-S that lies there, fine-tuned on its
 CIFAR-10 at 98 px. Unless ``--dinov2`` is a directory that ``hetdpt.save`` wrote, it is made there by the commands
-``hetdpt transfer --mode probe`` and ``hetdpt train --epochs 2 --lr 3e-5``, a quarter of an hour.
+``hetdpt transfer --mode probe`` and ``hetdpt train --epochs 4 --lr 3e-5``, a quarter of an hour.
 
 ``oneshot`` runs ``hetdpt oneshot --speedup S`` on ViT-Tiny with 256 images and scores the model that it saved. A model
 that is in ``--work`` already is only scored: under another ``--label``, those that an earlier version made.
@@ -99,7 +99,7 @@ def fine_tuned(directory: Path) -> nn.Module:
         probe = ("transfer", DINOV2, "--img-size", str(PIXELS), "--weights", str(weights), "--mode", "probe")
         run(*probe, *data, "--out", str(work / "dinov2_probe"))
         [probed] = (work / "dinov2_probe" / "models").glob("*/model")
-        run("train", str(probed), *data, "--epochs", "2", "--lr", "3e-5", "--out", str(work / "dinov2_train"))
+        run("train", str(probed), *data, "--epochs", "4", "--lr", "3e-5", "--out", str(work / "dinov2_train"))
         hetdpt.save(hetdpt.load(work / "dinov2_train" / "last"), directory)
     return hetdpt.load(directory)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import pickle
 import re
 import subprocess
@@ -13,9 +12,11 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 import timm
 import torch
+from families import named
 from safetensors.torch import save_file
 
 import hetdpt
@@ -64,10 +65,9 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
     return call
 
 
-def run_script(*arguments: object, **environment: str) -> Result:
+def run_script(*arguments: object) -> Result:
     command = [str(SCRIPT), *map(str, arguments)]
-    env = {**os.environ, **environment}
-    result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     return Result(result.returncode, result.stdout, result.stderr)
 
 
@@ -259,8 +259,7 @@ def test_apply_and_bench_trim_unless_that_is_turned_off(run: Run, plan: Path, tm
 
 
 def test_apply_says_why_a_model_is_not_trimmed(run: Run, tmp_path: Path) -> None:
-    model = hetdpt.create("swin_tiny_patch4_window7_224", img_size=224)
-    hetdpt.save(model, tmp_path / "swin")
+    hetdpt.save(named("swin_tiny_patch4_window7_224").build(), tmp_path / "swin")
     plan = written(tmp_path, '{"activation": [3]}')
     result = run("apply", tmp_path / "swin", "--plan", plan, "--out", tmp_path / "out")
     assert result.code == 0
@@ -485,9 +484,9 @@ def test_a_saved_model_that_was_altered(run: Run, saved: Path, tmp_path: Path) -
     run("export", tmp_path, "--out", tmp_path / "model.onnx").is_refused(text)
 
 
-def test_no_huggingface_model(run: Run) -> None:
-    """In a process of its own, because huggingface_hub reads HF_HUB_OFFLINE when it is imported."""
-    result = run_script("inspect", "hf:vitt", HF_HUB_OFFLINE="1", HF_HUB_DISABLE_TELEMETRY="1")
+def test_no_huggingface_model(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)  # read from the environment on import
+    result = run("inspect", "hf:vitt")
     result.is_refused_like(
         r"hf:vitt is neither a directory with a config.json, nor a model type \(did you mean hf:vit\?\), nor available "
         r"from the hub: .+"

@@ -23,6 +23,7 @@ from torch import nn
 
 import hetdpt
 from hetdpt.adapters.preprocessing import preprocessing_of
+from hetdpt.cli import main
 from hetdpt.core.errors import FileError, PredictError
 from hetdpt.core.plan import KINDS, Budget, Plan
 from hetdpt.data.fixed_batches import ImageBatches
@@ -70,8 +71,12 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def whole(home: Path) -> Path:
     """Return the directory of a collection that nobody disturbed, made by the command line."""
-    command = [SCRIPT, "collect", home / "dense", "--out", home / "whole", *OPTIONS]
-    subprocess.run([*map(str, command)], env=environment(), check=True, capture_output=True, timeout=300)
+    command = ["hetdpt", "collect", home / "dense", "--out", home / "whole", *OPTIONS, "--quiet"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", [*map(str, command)])
+        with pytest.raises(SystemExit) as end:
+            main()
+    assert end.value.code == 0
     return home / "whole"
 
 
@@ -153,7 +158,7 @@ def test_the_chain_inherits_the_weights(whole: Path, dense: nn.Module) -> None:
     assert relative_difference(student, fresh, require_record(student).survey.input_size, batch=8) > 1e-3
 
 
-@pytest.mark.parametrize("removal", ["plain", ("linear", "calibrated")])
+@pytest.mark.parametrize("removal", ["plain", pytest.param(("linear", "calibrated"), marks=pytest.mark.slow)])
 def test_every_removal_style(removal: Any, dense: nn.Module, tmp_path: Path) -> None:
     found = list(collect_into(tmp_path / "run", dense, "demo", config(removal=removal, rounds=(1, 1, 0))))
     assert [done.subject.key for done in found] == ["dense", "a", "g"]
@@ -314,14 +319,25 @@ def test_processes_of_one_group_are_refused(home: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+BEGIN = """
+import os, sys
+from pathlib import Path
+from hetdpt.store.run_directory import share
+
+def begin():
+    if child := os.fork():
+        return child
+    share(Path(sys.argv[1]), {"a": 1})
+    os._exit(0)
+
+assert [os.waitpid(child, 0)[1] for child in [begin() for _ in range(8)]] == [0] * 8
+"""
+
+
 def test_many_begin_a_shared_directory_at_once(tmp_path: Path) -> None:
     """Whoever is first decides; the others join if they ask for the same."""
-    out = str(tmp_path / "run")
-    code = f"from hetdpt.store.run_directory import share; from pathlib import Path; share(Path({out!r}), {{'a': 1}})"
-    processes = [subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True) for _ in range(4)]
-    for process in processes:
-        assert process.communicate(timeout=60)[1] == ""
-        assert process.returncode == 0
+    command = [sys.executable, "-c", BEGIN, str(tmp_path / "run")]
+    assert subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=60, check=True).stderr == ""
     assert [file.name for file in (tmp_path / "run").iterdir()] == ["run.json"]
     with pytest.raises(FileError, match="was started with a = 1, not 2"):
         share(tmp_path / "run", {"a": 2})

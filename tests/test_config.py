@@ -51,6 +51,7 @@ def test_its_defaults_are_those_of_the_recipe_quick() -> None:
     )
 
 
+GREEDY: dict[str, Any] = {"method": "calibrated-greedy", "layers": None, "macs": 1e9}
 REFUSED: list[tuple[dict[str, Any], type[HetDPTError], str]] = [
     ({"layers": None}, PlanError, "a run needs a goal; give one of --layers 8, --speedup 1.5, --macs 3G, --params 16M"),
     ({"layers": 0}, PlanError, "the dense model already meets the goal layers 0; set a harder one, such as 8"),
@@ -89,8 +90,13 @@ REFUSED: list[tuple[dict[str, Any], type[HetDPTError], str]] = [
     (
         {"method": "random", "layers": None, "macs": 1e9},
         PlanError,
-        "random removes a number of layers, .* give --layers",
+        "random removes a number of layers, .* give --layers, or .* hetdpt, .* or calibrated-greedy, which removes",
     ),
+    ({**GREEDY, "speedup": 1.5}, PlanError, "exactly one of speedup, macs, params, got speedup and macs"),
+    ({**GREEDY, "plus": True}, PlanError, "with --plus, width meets the goal after a number of layers; give --layers"),
+    ({**GREEDY, "compare": ("random",)}, PlanError, "compared at the same number of layers, .* or leave out --compare"),
+    ({**GREEDY, "rounds": (1, 1, 1)}, PlanError, "calibrated-greedy splits no budget, so that rounds has no use"),
+    ({**GREEDY, "budget": (1, 1)}, PlanError, "the method calibrated-greedy removes a number in all; give layers"),
     ({"method": "random", "samples": Path("a.csv")}, PlanError, "random splits no budget, so that samples has"),
     ({"method": "random", "rounds": (1, 1, 1)}, PlanError, "random splits no budget, so that rounds has no use"),
     ({"samples": Path("a.csv"), "rounds": (1, 1, 1)}, PlanError, "samples are given; leave one of them out"),

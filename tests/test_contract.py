@@ -33,11 +33,10 @@ def distance(one: Tensor, other: Tensor) -> float:
 ALL = pytest.mark.parametrize(
     "family", [*sparing(FAMILIES, SMALL), *(pytest.param(f, id=f.label) for f in TORCHVISION)]
 )
-SAVABLE = pytest.mark.parametrize("family", sparing(FAMILIES, SMALL))
 
 
 @ALL
-def test_gated_is_pruned_is_merged_and_none_is_dense(family: Family) -> None:
+def test_gated_is_pruned_is_merged_is_loaded_and_none_is_dense(family: Family, tmp_path: Path) -> None:
     model = family.build()
     sites = hetdpt.sites(model, family.size)
     assert sum(site.kind == "attention" for site in sites) == family.attention
@@ -66,14 +65,10 @@ def test_gated_is_pruned_is_merged_and_none_is_dense(family: Family) -> None:
     assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
     assert torch.equal(run(model, family), merged)
 
-
-@SAVABLE
-def test_saved_and_loaded_is_bit_equal(family: Family, tmp_path) -> None:  # type: ignore[no-untyped-def]
-    model = family.build()
-    hetdpt.merge_(hetdpt.prune_(model, family.plan(hetdpt.sites(model, family.size)), family.size))
-    loaded = hetdpt.load(hetdpt.save(model, tmp_path / "saved"))
-    assert torch.equal(run(loaded, family), run(model, family))
-    assert hetdpt.sites(loaded) == hetdpt.sites(model)
+    if family not in TORCHVISION:  # models that hetdpt builds are those that it saves
+        loaded = hetdpt.load(hetdpt.save(model, tmp_path / "saved"))
+        assert torch.equal(run(loaded, family), merged)
+        assert hetdpt.sites(loaded) == hetdpt.sites(model)
 
 
 @ALL
@@ -155,28 +150,34 @@ def test_images_are_told_apart_whether_they_or_tokens_come_first(family: Family)
 EAGER, ASKED = {"attn_implementation": "eager"}, {"output_attentions": True, "output_hidden_states": True}
 
 
-@pytest.mark.parametrize("way", ["pruned", "gated", "loaded"])
 @pytest.mark.parametrize("family", HF, ids=by_label)
-def test_attention_maps_of_transformers_keep_their_places(family: Family, way: str, tmp_path: Path) -> None:
+def test_attention_maps_of_transformers_keep_their_places(family: Family, tmp_path: Path) -> None:
+    """Of models with gates, without layers, and loaded."""
     model = replace(family, base=replace(family.base, arguments={**family.base.arguments, **EAGER})).build()
     dense = model(family.images(), **ASKED)
     layers = [site.block for site in hetdpt.sites(model, family.size) if site.kind == "attention"]
     stride = len(layers) // len(dense.attentions)  # Swin returns the maps of the last layer of each stage
     plan = hetdpt.Plan(attention=(0, stride - 1) if stride > 1 else (0, 2), removal=family.removal)
-    (hetdpt.gate_ if way == "gated" else hetdpt.prune_)(model, plan, family.size)
-    if way == "loaded":
-        model = hetdpt.load(hetdpt.save(model, tmp_path / "saved"))
-    answer = model(family.images(), **ASKED)
-    assert len(answer.hidden_states) == len(dense.hidden_states)
-    assert [None if map is None else map.shape for map in answer.attentions] == [
+    shapes = [
         None if layer in plan.attention else map.shape
         for layer, map in zip(layers[stride - 1 :: stride], dense.attentions, strict=True)
     ]
-    assert not model(family.images()).get("attentions")
-    if "ForImageClassification" in family.label:  # the model in it is used on its own too
-        assert answer.attentions.count(None) == model.base_model(family.images(), **ASKED).attentions.count(None) > 0
-    with pytest.raises(ModelError, match="call it without output_attentions, or without return_dict=False"):
-        model(family.images(), output_attentions=True, return_dict=False)
+    has_own_model = "ForImageClassification" in family.label  # which is used on its own too
+
+    def keeps_places(model: nn.Module) -> None:
+        answer = model(family.images(), **ASKED)
+        assert len(answer.hidden_states) == len(dense.hidden_states)
+        assert [None if map is None else map.shape for map in answer.attentions] == shapes
+        assert not model(family.images()).get("attentions")
+        if has_own_model:
+            own = model.base_model(family.images(), **ASKED)  # type: ignore[operator]
+            assert answer.attentions.count(None) == own.attentions.count(None) > 0
+        with pytest.raises(ModelError, match="call it without output_attentions, or without return_dict=False"):
+            model(family.images(), output_attentions=True, return_dict=False)
+
+    keeps_places(hetdpt.gate_(model, plan, family.size))
+    keeps_places(hetdpt.prune_(hetdpt.restore_(model), plan, family.size))
+    keeps_places(hetdpt.load(hetdpt.save(model, tmp_path / "saved")))
 
 
 def test_at_least_thirty_five_timm_modules_and_all_listed_huggingface_classes() -> None:

@@ -20,6 +20,7 @@ from hetdpt.measurement.costs import Costs
 from hetdpt.selection.predictor.pricing import measure_prices
 
 REFERENCE = json.loads((Path(__file__).parent.parent / "benchmarks/reference/reference.json").read_text())
+SLOW = pytest.mark.slow  # more rows of the same
 
 
 def row_name(row: dict) -> str:
@@ -86,16 +87,16 @@ def test_counting_leaves_the_model_alone(model: torch.nn.Module) -> None:
     [
         ("deit_base_distilled_patch16_224", Plan(), 1.074),
         ("vit_tiny_patch16_224", Plan(), 1.075),
-        ("deit_small_distilled_patch16_224", "paper/deit_small-6", 1.448),
+        pytest.param("deit_small_distilled_patch16_224", "paper/deit_small-6", 1.448, marks=SLOW),
         ("deit_small_distilled_patch16_224", "paper/deit_small-8", 1.627),
-        ("deit_base_distilled_patch16_224", "paper/deit_base-8", 1.613),
-        ("deit_base_distilled_patch16_224", "paper/deit_base-10", 1.696),
+        pytest.param("deit_base_distilled_patch16_224", "paper/deit_base-8", 1.613, marks=SLOW),
+        pytest.param("deit_base_distilled_patch16_224", "paper/deit_base-10", 1.696, marks=SLOW),
         ("deit_base_distilled_patch16_224", "paper/deit_base-10/te-static", 1.884),
-        ("vit_tiny_patch16_224", Plan(attention=(11,)), 1.177),
-        ("vit_tiny_patch16_224", Plan(attention=(10, 11)), 1.302),
+        pytest.param("vit_tiny_patch16_224", Plan(attention=(11,)), 1.177, marks=SLOW),
+        pytest.param("vit_tiny_patch16_224", Plan(attention=(10, 11)), 1.302, marks=SLOW),
         ("vit_tiny_patch16_224", Plan(attention=(9, 10, 11)), 1.456),
-        ("vit_tiny_patch16_224", Plan(tail=2), 1.161),
-        ("vit_tiny_patch16_224", Plan(tail=3), 1.263),
+        pytest.param("vit_tiny_patch16_224", Plan(tail=2), 1.161, marks=SLOW),
+        pytest.param("vit_tiny_patch16_224", Plan(tail=3), 1.263, marks=SLOW),
         ("vit_tiny_patch16_224", Plan(tail=4), 1.385),
     ],
 )
@@ -119,8 +120,15 @@ def random_plans(blocks: int, removal: Any, count: int, has_tail: bool) -> Itera
         yield Plan(*kinds, removal=removal, tail=draw.randint(0, blocks) if has_tail else 0)
 
 
-@pytest.mark.parametrize("trim", [True, False])
-@pytest.mark.parametrize("removal", ["plain", "calibrated"])
+@pytest.mark.parametrize(
+    ("removal", "trim"),
+    [
+        ("calibrated", True),
+        ("plain", False),
+        pytest.param("calibrated", False, marks=SLOW),
+        pytest.param("plain", True, marks=SLOW),
+    ],
+)
 def test_prices_compose_the_costs_of_any_plan(removal: str, trim: bool) -> None:
     model = timm.create_model("vit_tiny_patch16_224", img_size=32, patch_size=8, depth=4, embed_dim=24, num_heads=2)
     prices = measure_prices(model, removal=removal, latency=False, trim=trim)

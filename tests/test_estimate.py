@@ -119,6 +119,14 @@ def test_every_stage_of_a_run_is_there_and_has_a_time(whole: Estimate) -> None:
     assert whole.memory > 50e6, "torch alone takes more"
 
 
+def test_layers_chosen_for_a_goal_are_a_guess(dense: nn.Module) -> None:
+    asked = config(Path("nowhere"), layers=None, macs="70%", method="calibrated-greedy", rounds=None, tail=None)
+    found = estimate(asked, dense, DATA)
+    assert stage(found, "select").text == "about 2 layers, or tails, by calibrated-greedy, 8 training images"
+    assert (stage(found, "select").seconds or 0) > 0
+    assert found.is_guess
+
+
 def test_nothing_is_written_and_the_model_is_left_alone(dense: nn.Module, tmp_path: Path) -> None:
     before, was_training = digest(dense), dense.training
     told: list[str] = []

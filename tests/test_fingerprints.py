@@ -32,6 +32,7 @@ PLACE = ("out", "workers", "minutes")
 REFUSED = (*GOALS, "budget", "plus", "width", "tokens")
 HARMLESS = {
     **{("analyse", name): "what cannot be reached is refused, nothing else" for name in REFUSED},
+    ("analyse", "method"): "as above, and it is known by tail_goal, by which a method lets it choose a tail",
     **{("balance", name): "layers are chosen by damage there, without a search" for name in ("candidates", "explores")},
 }
 """What a stage reads although it does not change what the stage comes to, and why."""
@@ -86,11 +87,12 @@ FLOWS: dict[str, dict[str, Any]] = {
     "speedup": {"speedup": 1.001, **SAMPLED},
     "budget": {"budget": [1, 1]},
     "method": {"layers": 1, "method": "te-static"},
+    "goal": {"macs": "60%", "method": "calibrated-greedy", "tail": None},
     "width": {"plus": True, "macs": "60%", "depths": [0], "tokens": "tome:2", **SAMPLED},
     "layers and width": {"plus": True, "layers": 1, "params": "60%", **SAMPLED},
 }
 """Runs that together have all stages, and of each its ways."""
-SLOW = ("layers", "speedup", "width", "layers and width")
+SLOW = ("layers", "speedup", "budget", "width", "layers and width")
 NAMES = {one.name for one in fields(RunConfig)}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from math import inf, log
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -61,11 +61,36 @@ def decided(model: nn.Module, family: Family) -> nn.Module:
     return model
 
 
+class Scanned(NamedTuple):
+    table: ScanTable
+    calls: list[tuple[str, int, int]]
+
+
+@pytest.fixture(scope="module")
+def scanned() -> Scanned:
+    """Return the scan of the plain ViT, with times, and the calls of its progress."""
+    family, calls = named("vit_tiny_patch16_224"), list[tuple[str, int, int]]()
+    table = scan(family.build(), batches_of(family), batch=3, progress=lambda *call: calls.append(call))
+    return Scanned(table, calls)
+
+
+@pytest.fixture(scope="module")
+def gated() -> ScanTable:
+    """Return the scan of a model with gated FFNs, with times."""
+    family = named("eva02_tiny_patch14_224")
+    return scan(family.build(), batches_of(family), batch=1)
+
+
 # What is in it
 
 
-def test_every_site_and_style_in_order(model: nn.Module, vit: Family) -> None:
+def test_every_site_and_style_in_order_and_the_model_stays_as_it_was(model: nn.Module, vit: Family) -> None:
+    model.train()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     table = untimed(model, batches_of(vit))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert all(module.training for module in model.modules())
+    assert len(hetdpt.sites(model)) == 6
     assert table.sites == tuple(hetdpt.sites(model))
     assert styles_of(table, "attention") == [ATTENTION] * 3
     assert styles_of(table, "activation") == [["identity", "calibrated"]] * 3
@@ -75,11 +100,9 @@ def test_every_site_and_style_in_order(model: nn.Module, vit: Family) -> None:
     assert table.is_classifier
 
 
-def test_a_gated_ffn_is_mapped_or_dropped() -> None:
-    family = named("eva02_tiny_patch14_224")
-    table = untimed(family.build(), batches_of(family))
-    assert styles_of(table, "activation") == [["calibrated", "drop"]] * 3
-    assert all(site.is_gated for site in table.sites if site.kind == "activation")
+def test_a_gated_ffn_is_mapped_or_dropped(gated: ScanTable) -> None:
+    assert styles_of(gated, "activation") == [["calibrated", "drop"]] * 3
+    assert all(site.is_gated for site in gated.sites if site.kind == "activation")
 
 
 @pytest.mark.parametrize(
@@ -120,21 +143,11 @@ def test_a_pruned_model_is_scanned_by_its_own_removal(model: nn.Module, vit: Fam
     ]
 
 
-def test_the_model_stays_as_it_was(model: nn.Module, vit: Family) -> None:
-    model.train()
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    untimed(model, batches_of(vit))
-    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
-    assert all(module.training for module in model.modules())
-    assert len(hetdpt.sites(model)) == 6
-
-
 # Its numbers
 
 
-def test_transfer_entropy_is_that_of_the_entropy_room(model: nn.Module, vit: Family) -> None:
-    batches = batches_of(vit)
-    table = untimed(model, batches)
+def test_transfer_entropy_is_that_of_the_entropy_room(scanned: Scanned, model: nn.Module, vit: Family) -> None:
+    table, batches = scanned.table, batches_of(vit)
     for site, value in transfer_entropy(model, batches).items():
         style = "skip" if site.kind == "attention" else "identity"
         assert row_of(table, site.kind, site.block, style).te == pytest.approx(value, rel=SAME)
@@ -175,10 +188,9 @@ def test_the_memory_and_the_sizes_of_batches_make_no_difference(model: nn.Module
 
 
 @pytest.mark.parametrize("label", ["vit_tiny_patch16_224", "eva02_tiny_patch14_224"])
-def test_macs_saved_are_those_of_the_merged_and_trimmed_model(label: str) -> None:
+def test_macs_saved_are_those_of_the_merged_and_trimmed_model(label: str, scanned: Scanned, gated: ScanTable) -> None:
     family = named(label)
-    model = family.build()
-    table = untimed(model, batches_of(family, 4))
+    model, table = family.build(), gated if "eva02" in label else scanned.table
     assert table.dense.macs == count_macs(model, family.size)
     base = ready(model, "plain", family.size)
     whole = table.dense.macs if "eva02" in label else count_macs(hetdpt.trim_(base), family.size)
@@ -187,8 +199,8 @@ def test_macs_saved_are_those_of_the_merged_and_trimmed_model(label: str) -> Non
         assert row.macs_saved == whole - count_macs(merged, family.size)
 
 
-def test_every_row_is_timed(model: nn.Module, vit: Family) -> None:
-    table = scan(model, batches_of(vit), batch=3)
+def test_every_row_is_timed(scanned: Scanned, model: nn.Module) -> None:
+    table = scanned.table
     assert table.latency is not None
     for row in table.rows:
         assert row.ms_saved is not None
@@ -199,10 +211,8 @@ def test_every_row_is_timed(model: nn.Module, vit: Family) -> None:
         assert skip == constant == position != linear
 
 
-def test_a_gated_family_is_timed() -> None:
-    family = named("eva02_tiny_patch14_224")
-    table = scan(family.build(), batches_of(family), batch=1)
-    assert all(row.ms_saved is not None for row in table.rows)
+def test_a_gated_family_is_timed(gated: ScanTable) -> None:
+    assert all(row.ms_saved is not None for row in gated.rows)
 
 
 # Planted truths
@@ -311,9 +321,8 @@ def test_the_best_style_of_a_tie_saves_more() -> None:
 # Its trip through JSON
 
 
-def test_json_and_back(model: nn.Module, vit: Family) -> None:
-    table = scan(model, batches_of(vit), batch=1)
-    assert ScanTable.from_json(table.to_json()) == table
+def test_json_and_back(scanned: Scanned) -> None:
+    assert ScanTable.from_json(scanned.table.to_json()) == scanned.table
 
 
 def test_answers_that_are_not_finite_are_infinitely_bad_and_null_in_json(model: nn.Module, vit: Family) -> None:
@@ -331,9 +340,8 @@ def test_answers_that_are_not_finite_are_infinitely_bad_and_null_in_json(model: 
 # Progress and refusals
 
 
-def test_progress_by_stage(model: nn.Module, vit: Family) -> None:
-    calls: list[tuple[str, int, int]] = []
-    scan(model, batches_of(vit), batch=1, progress=lambda *call: calls.append(call))
+def test_progress_by_stage(scanned: Scanned) -> None:
+    calls = scanned.calls
     stages = list(dict.fromkeys(stage for stage, _, _ in calls))
     assert stages == ["fitting", "comparing", "counting", "timing"]
     for stage in stages:

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import termios
 import time
+from dataclasses import asdict
 
 import pytest
 
@@ -20,12 +21,15 @@ from hetdpt.cli.live import Pace, live
 from hetdpt.flow.stages.stage import Event
 
 LONG = "sample [bold]2+1[/bold]: 96.10 % " + "and so on " * 6  # longer than the terminal is wide
+EVENT = asdict(Event("", "begin"))
 START = f"""
 import signal, sys, time
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell lets what it runs in the background ignore Ctrl-C
 from contextlib import contextmanager
+from types import SimpleNamespace
 from hetdpt.cli.live import live
-from hetdpt.flow.stages.stage import Event
+def Event(*values, **named):  # the real one takes five seconds to import, with torch and all
+    return SimpleNamespace(**{{**{EVENT!r}, **dict(zip({[*EVENT]!r}, values)), **named}})
 @contextmanager
 def watching(*words):
     global watch

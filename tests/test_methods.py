@@ -13,13 +13,15 @@ import pytest
 import timm
 import torch
 from click.testing import CliRunner
+from test_oneshot import tail_prices
 from torch import nn
 
 import hetdpt
 from hetdpt.cli import app
 from hetdpt.core.errors import PlanError
-from hetdpt.core.plan import KINDS, Budget, Plan
+from hetdpt.core.plan import KINDS, Budget, Plan, Site, Tail
 from hetdpt.data.sources import Data, open_data
+from hetdpt.selection.goal import RemovalTarget
 from hetdpt.selection.importance import Picked
 from hetdpt.selection.methods import Method
 from hetdpt.selection.select import SCORES, SelectConfig, kinds_of, usual_search
@@ -105,6 +107,40 @@ class TestBudget:
     def test_data_without_training_images_is_refused(self, dense: nn.Module, data: Data) -> None:
         with pytest.raises(PlanError, match="choosing layers needs training images"):
             hetdpt.select(dense, replace(data, train=None), 2, "te-static")
+
+
+class TestGoal:
+    """A method that chooses by what plans cost, until they meet a goal."""
+
+    @pytest.mark.parametrize("longest", [3, 0])
+    def test_a_tail_that_does_no_damage_is_chosen(self, longest: int, dense: nn.Module, data: Data) -> None:
+        nn.init.zeros_(dense.patch_embed.proj.weight)  # type: ignore[union-attr,arg-type]
+        goal = target(dense, longest)  # all patches are constant, so that their inputs to attention can be fitted
+        found: list[Picked] = []
+        config = SelectConfig(images=32, removal="plain")
+        plan = hetdpt.select(dense, data, goal, "calibrated-greedy", config, watch=found.append)
+        assert goal.reached(plan) >= 2
+        assert [plan.removes(one.move) for one in found if isinstance(one.move, Site)] == [True] * len(plan)
+        tails = [(str(one.move), one.score) for one in found if isinstance(one.move, Tail)]
+        if longest:
+            assert [name for name, _ in tails] == ["tail of 2", "tail of 3"]
+            assert (len(plan), plan.tail) == (0, 3)
+            assert all(score < 1e-6 for _, score in tails)  # float32
+        else:
+            assert (tails, plan.tail) == ([], 0)
+            assert min(one.score for one in found) > 1e-5, "every layer does damage"
+
+    def test_other_methods_take_a_number(self, row: Method, dense: nn.Module, data: Data) -> None:
+        assert row.is_priced == (row.name == "calibrated-greedy")
+        if row.is_priced:
+            return
+        with pytest.raises(PlanError, match="removes a number of layers, whatever they cost; .* or calibrated-greedy"):
+            hetdpt.select(dense, data, target(dense, 0), row.name, SelectConfig(images=32))
+
+
+def target(model: nn.Module, longest: int) -> RemovalTarget:
+    """Return that half of 100 ms has to be saved, where one more block of a tail saves 20 and a layer 4."""
+    return RemovalTarget.priced({"speedup": 2.0}, hetdpt.sites(model), tail_prices(), longest)
 
 
 class TestCommand:

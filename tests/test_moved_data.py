@@ -146,7 +146,11 @@ def test_a_recheck_too(dense: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("stage", "goal"), [("collect", {"layers": 2, "rounds": [1, 1, 1]}), ("recover", {"budget": [1, 1]})]
+    ("stage", "goal"),
+    [
+        pytest.param("collect", {"layers": 2, "rounds": [1, 1, 1]}, marks=pytest.mark.slow),
+        ("recover", {"budget": [1, 1]}),
+    ],
 )
 def test_a_run_goes_on_in_the_midst_of_a_stage(stage: str, goal: dict[str, Any], dense: Path, tmp_path: Path) -> None:
     data = write_data("run", tmp_path / "images")

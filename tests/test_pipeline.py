@@ -20,10 +20,14 @@ import test_cli
 import test_training_cli
 import torch
 import transformers
+from click.testing import CliRunner
+from families import named
 from run_directories import STAGES, USUAL
 from test_cli import SCRIPT, Run
+from test_oneshot import tail_prices
 
 import hetdpt
+from hetdpt.cli import app
 from hetdpt.core.errors import FileError, PlanError
 from hetdpt.core.plan import Budget, Plan
 from hetdpt.core.tokens import read_tokens
@@ -43,6 +47,7 @@ from hetdpt.surgery.record import require_record
 
 run = test_cli.run  # the fixture
 SMALL = {"training.epochs": 1, "training.batch_size": 8, "training.lr": 5e-4, "per_class": 4}
+GREEDY: dict[str, Any] = {"method": "calibrated-greedy", "layers": None, "rounds": None, "compare": []}
 CHANGES = {f"{part}.{name}": value for part in ("collection", "search", "recovery") for name, value in SMALL.items()}
 
 
@@ -351,9 +356,8 @@ class TestOtherWays:
             goal.next.budget.activation,
         )
 
-    @pytest.mark.parametrize(
-        ("goal", "words"),
-        [
+    def test_a_goal_out_of_reach_is_refused_before_hours_are_spent(self, home: Path, tmp_path: Path) -> None:
+        for goal, words in (
             ({"layers": 7}, "the goal is 7 layers removed, but this model has 6 that can be removed"),
             (
                 {"layers": None, "speedup": 1000.0},
@@ -363,13 +367,9 @@ class TestOtherWays:
                 {"layers": None, "macs": "1%"},
                 "the goal 'at most .* MACs' is out of reach: .* the model would have .* MACs; set an easier goal",
             ),
-        ],
-    )
-    def test_a_goal_out_of_reach_is_refused_before_hours_are_spent(
-        self, home: Path, tmp_path: Path, goal: dict[str, Any], words: str
-    ) -> None:
-        with pytest.raises(PlanError, match=words):
-            hetdpt.run(asked(home, out=tmp_path / "run", **goal), until="collect")
+        ):
+            with pytest.raises(PlanError, match=words):
+                hetdpt.run(asked(home, out=tmp_path / "run", **goal), until="collect")
         hetdpt.run(asked(home, out=tmp_path / "run"), until="analyse")  # and another goal can follow
 
     @pytest.mark.slow
@@ -384,7 +384,7 @@ class TestOtherWays:
         assert summary.macs < summary.dense_macs
         assert (tmp_path / "run" / "model.onnx").is_file()
 
-    @pytest.mark.parametrize("removal", ["calibrated", "plain"])
+    @pytest.mark.parametrize("removal", ["calibrated", pytest.param("plain", marks=pytest.mark.slow)])
     def test_layers_are_chosen_in_front_of_a_tail(self, home: Path, tmp_path: Path, removal: str) -> None:
         goal = {"budget": [1, 0], "layers": None, "rounds": None, "compare": [], "tail": 2, "removal": removal}
         config = asked(home, out=tmp_path / "run", **goal)
@@ -410,6 +410,63 @@ class TestOtherWays:
         assert asked(home, **free).tail_goal == {"macs": "70%"}
         for change in ({"tail": 0}, {"removal": "plain"}, {"trim": False}, {"macs": None, "layers": 2}, {"plus": True}):
             assert asked(home, **{**free, **change}).tail_goal == {}
+
+    def test_calibrated_greedy_meets_a_goal(self, home: Path, tmp_path: Path) -> None:
+        found: list[Event] = []
+        config = asked(home, out=tmp_path / "run", **GREEDY, macs="45%", tail=None)
+        summary = hetdpt.run(config, watch=found.append)
+        assert summary.goal.is_met
+        assert summary.macs <= 0.45 * summary.dense_macs
+        assert len(summary.plan) + summary.plan.tail > 0
+        analysis = RunRecord.read(config.out).results.analyse
+        assert analysis is not None
+        assert analysis.prices.of(summary.plan).macs == summary.macs, "what is predicted is what is counted"
+        assert any(event.stage == "select" and event.text.startswith("predicted: ") for event in found)
+        assert "comparing tails and layers" not in {event.text for event in found}
+        again: list[Event] = []
+        hetdpt.run(config, watch=again.append)
+        assert not kinds(again, "begin")
+        with pytest.raises(FileError, match="select"):
+            hetdpt.run(replace(config, macs="40%"))
+
+    @pytest.mark.parametrize("tail", [None, 0, 2])
+    def test_calibrated_greedy_chooses_a_tail(
+        self, home: Path, tmp_path: Path, tail: int | None, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("hetdpt.flow.stages.budget.measure_prices", tail_prices)
+        found: list[Event] = []
+        config = asked(home, out=tmp_path / "run", **GREEDY, speedup=1.75, tail=tail)
+        hetdpt.run(config, until="select", watch=found.append)
+        record = RunRecord.read(config.out).results
+        assert record.select is not None
+        assert record.analyse is not None
+        plan, picks = record.select.plan, record.select.picks
+        assert (record.analyse.prices.speedup(plan) or 0) >= 1.75
+        assert len(picks) == len(plan) + max(plan.tail - 1, 0) * (tail is None)
+        assert (plan.tail > 1) == (tail != 0)
+        assert (f"tail of {plan.tail}" in str(record.select)) == (plan.tail > 1)
+        lines = [event.text for event in found if event.text.startswith("in place of a layer: tail of ")]
+        assert len(lines) == len([pick for pick in picks if pick.kind == "tail"])
+        assert bool(lines) == (tail is None)
+
+    @pytest.mark.parametrize(("given", "tail"), [([], 0), (["--tail", "auto"], None), (["--tail", "3"], 3)])
+    def test_the_tail_of_the_command(self, given: list[str], tail: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+        found: list[RunConfig] = []
+        monkeypatch.setattr("hetdpt.cli.run.do", lambda config, *_: found.append(config))
+        command = ["run", "demo", "--data", "demo", "--speedup", "1.3", "--out", "nowhere", *given]
+        result = CliRunner().invoke(app, command)
+        assert result.exit_code == 0, result.output
+        assert [config.tail for config in found] == [tail]
+
+    def test_when_calibrated_greedy_chooses_a_tail(self, home: Path) -> None:
+        free: dict[str, Any] = {**GREEDY, "macs": "70%", "tail": None}
+        assert (asked(home, **free).has_free_tail, asked(home, **free).tail_goal) == (True, {})
+        for change in ({"tail": 0}, {"tail": 2}, {"removal": "plain"}, {"trim": False}, {"macs": None, "layers": 2}):
+            assert not asked(home, **{**free, **change}).has_free_tail
+
+    def test_a_goal_out_of_reach_of_calibrated_greedy_is_refused_at_once(self, home: Path, tmp_path: Path) -> None:
+        with pytest.raises(PlanError, match="MACs is out of reach: .* removing all 6 layers would give .* easier goal"):
+            hetdpt.run(asked(home, out=tmp_path / "run", **GREEDY, macs="1%"))
 
     def test_an_impossible_tail_is_refused_before_hours_are_spent(self, home: Path, tmp_path: Path) -> None:
         with pytest.raises(PlanError, match="the plan has a tail of 7 blocks but this model has 3 blocks"):
@@ -500,7 +557,7 @@ class TestOtherWays:
             hetdpt.run(asked(home, out=copied(done, tmp_path), **goal), redo="balance")
 
     def test_what_a_model_cannot_do_is_said_before_hours_are_spent(self, home: Path, tmp_path: Path) -> None:
-        swin = hetdpt.create("swin_tiny_patch4_window7_224", img_size=64, num_classes=10)
+        swin = named("swin_tiny_patch4_window7_224").build()
         config = {"out": tmp_path / "run", "compare": [], "rounds": None, "method": "random", "img_size": 64}
         data = open_data("demo")
         with pytest.raises(hetdpt.HetDPTError, match="tokens"):

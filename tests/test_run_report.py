@@ -41,9 +41,9 @@ from run_directories import (
 from test_cli import Run
 
 from hetdpt.core.errors import FileError
-from hetdpt.core.plan import KINDS, Budget
+from hetdpt.core.plan import KINDS, Budget, Plan
 from hetdpt.report.charts import PageFigure
-from hetdpt.report.headline import title
+from hetdpt.report.headline import lead, title, trained
 from hetdpt.report.run import RunRecord
 from hetdpt.report.run_charts import blocks, frontier, layers_and_width, methods, recovery, surface, turns_of
 from hetdpt.report.write import REPORTS, write_report, write_reports
@@ -489,6 +489,10 @@ def test_a_tail_is_drawn_and_said(full: Path) -> None:
     record = RunRecord.read(full)
     assert f"patches are not updated from block {BLOCKS - 3} on" in wide(blocks(record)).get("aria-label", "")
     assert "only the class token is updated, patches are not (a fitted tail)" in Page.read(full).text
+    assert f"chosen by the method {chosen.method}, with a tail of 3" in Page.read(full).text
+    change_stage(full, "select", plan=asdict(Plan(tail=3)))
+    assert lead(RunRecord.read(full)).endswith("Removed: no layers, with a tail of 3.")
+    assert trained(RunRecord.read(full)).startswith("The model was fine-tuned for ")
 
 
 @pytest.mark.parametrize("width", [312, 820])
@@ -532,14 +536,14 @@ def test_several_runs_are_side_by_side(tmp_path: Path, full: Path) -> None:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["模型", "a\x1b[31m", "$x^2$ & <b>"])
-def test_runs_may_have_any_name(tmp_path: Path, full: Path, name: str) -> None:
-    other = build_run(tmp_path / name)
+def test_runs_may_have_any_name(tmp_path: Path, full: Path) -> None:
+    names = "模型", "a\x1b[31m", "$x^2$ & <b>"
+    others = [build_run(tmp_path / name) for name in names]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        write_report([RunRecord.read(run) for run in (full, other)], tmp_path / "all.html")
+        write_report([RunRecord.read(run) for run in (full, *others)], tmp_path / "all.html")
     page = Page(source=(tmp_path / "all.html").read_text())
-    assert page.text.count(name) > 1
+    assert all(page.text.count(name) > 1 for name in names)
     assert page.source.count('class="picture"') > 20
 
 

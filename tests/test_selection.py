@@ -16,10 +16,10 @@ from torch.nn import functional as F
 import hetdpt
 from hetdpt.core.errors import DataError, ModelError, PlanError, PredictError
 from hetdpt.core.modules import clone
-from hetdpt.core.plan import Plan, Site, Tail
+from hetdpt.core.plan import KINDS, Plan, Site, Tail
 from hetdpt.measurement.agreement import outputs_of
 from hetdpt.selection import goal as goals
-from hetdpt.selection.damage import GreedyChoice, choose
+from hetdpt.selection.damage import GreedyChoice, choose, damage_of_each
 from hetdpt.selection.goal import OneShotConfig, RemovalTarget
 from hetdpt.surgery.calibrate import variants_of
 from hetdpt.surgery.remove import ready, removable
@@ -84,6 +84,9 @@ def naive_choices(
                 variant = variants_of(current, [site], batches_of(family))[site]
                 tried[site] = variant, naive_damage(dense, variant, others_of(family), has_classes)
         best = min(tried, key=lambda site: (tried[site][1] - damage) / gains[site])
+        missing = target - sum(choice.gain for choice in choices)
+        if gains[best] >= missing:
+            best = min((site for site in tried if gains[site] >= missing), key=lambda site: tried[site][1])
         current, damage = tried[best]
         choices.append(GreedyChoice(best, damage, gains[best]))
     return choices
@@ -162,6 +165,27 @@ def test_layers_in_front_of_a_tail_are_chosen_with_it(model: nn.Module, vit: Fam
     plan = Plan(removal="calibrated", tail=2).plus(*(choice.move for choice in found))
     changed = hetdpt.calibrate_(clone(model), plan, batches_of(vit))
     assert found[-1].damage == pytest.approx(naive_damage(model, changed, batches_of(vit), True), rel=0.5)
+
+
+def test_the_last_step_does_the_least_damage_that_is_enough(model: nn.Module, vit: Family) -> None:
+    sites = sites_of(model, vit)
+    damages = damage_of_each(model, batches_of(vit), sites)
+    mild, harsh = sorted(sites, key=damages.__getitem__)[3:5]
+    ratio = 2 * damages[harsh] / damages[mild]  # so that the harsh one does less damage for what it saves
+    gains = {mild: 1.0, harsh: ratio}
+    [choice] = choose(model, batches_of(vit), gains, 1.0, cost=cost_of(gains))
+    assert choice.move == mild
+    first, *_ = choose(model, batches_of(vit), gains, 0.5 + ratio, cost=cost_of(gains))
+    assert first.move == harsh
+
+
+def test_activations_that_class_tokens_keep_and_patches_do_not_have_are_not_removed(
+    model: nn.Module, vit: Family
+) -> None:
+    keep = ("constant", "calibrated-keep")
+    activations = [site for site in sites_of(model, vit, keep) if site.kind == "activation"]
+    found = list(choose(model, batches_of(vit), activations, 1, removal=keep, tail=2))
+    assert [choice.move for choice in found] == activations[:1]  # the only one before the tail
 
 
 def test_no_tail_where_patches_are_read(vit: Family) -> None:
@@ -330,6 +354,20 @@ def test_a_goal_in_speed(model: nn.Module, vit: Family, monkeypatch: pytest.Monk
     with pytest.raises(PlanError) as error:
         RemovalTarget.of(model, OneShotConfig(speedup=3), vit.size)
     assert str(error.value) == (
-        "a speedup of 3 is out of reach: by the times measured here (cpu, float32, batch 8), removing all 6 layers "
-        "would give 2; set an easier goal"
+        "a speedup of 3 is out of reach: by the costs measured here (cpu, float32, batch 8), removing all 6 layers "
+        "would give a speedup of 2; set an easier goal"
     )
+
+
+@pytest.mark.parametrize(("name", "saved"), [("macs", 3), ("params", 2)])
+def test_a_goal_in_macs_or_parameters(name: str, saved: int) -> None:
+    layers = [Site(kind, block, "") for kind in KINDS for block in range(2)]
+    prices = hetdpt.Prices(hetdpt.Price(20, 20), (hetdpt.Price(3, 2),) * 2, (hetdpt.Price(5, 1),) * 2)
+    goal = RemovalTarget.priced({name: 18.0}, layers, prices)
+    assert (goal.target, goal.dense) == (2, 20)
+    assert goal.cost(Plan(attention=(1,))) == 20 - saved
+    assert RemovalTarget.from_dict(goal.to_dict()) == goal
+    with pytest.raises(
+        PlanError, match="^3 .* is out of reach: .*, removing all 4 layers would give .*; set an easier"
+    ):
+        RemovalTarget.priced({name: 3.0}, layers, prices)

@@ -72,22 +72,23 @@ def test_other_styles_keep_the_contract(label: str, removal: str | tuple[str, st
     torch.testing.assert_close(run(hetdpt.merge_(model), images), pruned, **CLOSE)
 
 
-@pytest.mark.parametrize(
-    ("label", "protected"),
-    [
-        ("vit_tiny_patch16_224", 1),
-        ("deit_tiny_distilled_patch16_224", 2),
-        ("vit_small_patch16_dinov3", 5),
-        ("vit_medium_patch16_reg4_gap_256", 4),
-        ("beit_base_patch16_224", 1),
-        ("hf ViTForImageClassification", 1),
-        ("hf DeiTForImageClassificationWithTeacher", 2),
-    ],
-)
-@pytest.mark.parametrize("style", ["identity-keep", "calibrated-keep"])
-def test_class_tokens_keep_their_ffn(label: str, protected: int, style: str, tmp_path: Path) -> None:
+PROTECTED = {
+    "vit_tiny_patch16_224": 1,
+    "deit_tiny_distilled_patch16_224": 2,
+    "vit_small_patch16_dinov3": 5,
+    "vit_medium_patch16_reg4_gap_256": 4,
+    "beit_base_patch16_224": 1,
+    "hf ViTForImageClassification": 1,
+    "hf DeiTForImageClassificationWithTeacher": 2,
+}
+KEPT = [(label, "calibrated-keep") for label in PROTECTED] + [("deit_tiny_distilled_patch16_224", "identity-keep")]
+SLOWLY = [(label, "identity-keep") for label in PROTECTED if (label, "identity-keep") not in KEPT]
+
+
+@pytest.mark.parametrize(("label", "style"), [*KEPT, *(pytest.param(*row, marks=pytest.mark.slow) for row in SLOWLY)])
+def test_class_tokens_keep_their_ffn(label: str, style: str, tmp_path: Path) -> None:
     """Gated = pruned = merged = loaded; for class tokens the FFN is what it was, for patches it is not."""
-    class_tokens_keep_their_ffn(named(label), protected, style, tmp_path)
+    class_tokens_keep_their_ffn(named(label), PROTECTED[label], style, tmp_path)
 
 
 def test_class_tokens_keep_a_gated_ffn(tmp_path: Path) -> None:
@@ -210,7 +211,7 @@ def test_a_gated_model_still_knows_its_sites(model: nn.Module) -> None:
     assert hetdpt.sites(hetdpt.restore_(model)) == expected
 
 
-@pytest.mark.parametrize("label", ["levit_128s", "coat_lite_tiny"])
+@pytest.mark.parametrize("label", ["levit_128s", pytest.param("coat_lite_tiny", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("is_training", [True, False])
 def test_norms_in_a_mode_of_their_own_stay_in_it(label: str, is_training: bool) -> None:
     family = named(label)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Container, Iterable
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -19,21 +20,26 @@ from hetdpt.adapters.heads import answer_tensors
 from hetdpt.adapters.models import Base, unfuse_
 from hetdpt.core.errors import DataError, ModelError, PlanError
 from hetdpt.core.modules import digest
-from hetdpt.core.plan import Plan
+from hetdpt.core.plan import Measurement, Plan
 from hetdpt.core.tokens import Tokens
 from hetdpt.export.saved import RECIPE
 from hetdpt.measurement.costs import count_macs
+from hetdpt.measurement.speed import LatencyTable
 from hetdpt.reduce.tokens.reduce import reduce_tokens_, restore_tokens_
 from hetdpt.reduce.width.choice import Ratios
 from hetdpt.reduce.width.narrow import WidthConfig, narrow_
+from hetdpt.report.scan import csv_rows
+from hetdpt.results import KeptBlock, Price, Prices
 from hetdpt.store.atomic import read_sealed_json, write_sealed_json
+from hetdpt.studies import scan as studies
+from hetdpt.surgery.arrange import with_all_tokens
 from hetdpt.surgery.calibrate import gate_fitted_
 from hetdpt.surgery.kept import MeanStep, TailStep
 from hetdpt.surgery.record import record_of, require_record
 from hetdpt.surgery.resize import resize_
-from hetdpt.surgery.tail import with_all_tokens
 from hetdpt.training.bfloat16 import runs_bfloat16
 
+SLOW = pytest.mark.slow
 ROUNDING = 1e-5  # of the largest output in float32: sums over fewer rows round in another order
 HF = {"hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 96}
 HF = {**HF, "image_size": 32, "patch_size": 8}
@@ -123,6 +129,15 @@ OTHERS = [  # and why each is refused
 ]
 
 
+def rows(every: Iterable[tuple[Any, ...]], quick: Container[tuple[Any, ...]]) -> list[Any]:
+    """Return the rows of a test, slow but for those in ``quick``; the others are of kinds that these are of."""
+    return [pytest.param(*row, id="-".join(map(str, row)), marks=[] if row in quick else [SLOW]) for row in every]
+
+
+def few(labels: Iterable[str], quick: Container[str]) -> list[Any]:
+    return [pytest.param(label, marks=[] if label in quick else [SLOW]) for label in labels]
+
+
 @torch.no_grad()
 def run(model: nn.Module, images: Tensor) -> list[Tensor]:
     return answer_tensors(model(images))
@@ -208,7 +223,8 @@ OTHER = ["deit_tiny_distilled_patch16_224", "vit_small_patch16_dinov3 class toke
 OTHER += ["vit_medium_patch16_reg4_gap_256", "hf ViTForImageClassification"]
 FAMILY = {family.label: family for family in [*CLASS_TOKEN, *MEAN]}
 ROWS = [("vit_tiny_patch16_224", removal) for removal in REMOVALS]
-ROWS += [(label, removal) for label in OTHER for removal in ("plain", "calibrated")]
+ROWS += [(label, "calibrated") for label in OTHER]
+PLAIN = [(label, "plain") for label in OTHER]
 
 
 def applied(plan: Plan, family: Family) -> nn.Module:
@@ -219,7 +235,7 @@ def applied(plan: Plan, family: Family) -> nn.Module:
 
 
 @pytest.mark.parametrize("plan", [Plan((0,), (2,)), Plan((2,), (1, 2))], ids=["before the last", "and the last"])
-@pytest.mark.parametrize(("label", "removal"), ROWS, ids=str)
+@pytest.mark.parametrize(("label", "removal"), rows([*ROWS, *PLAIN], ROWS))
 def test_pruned_and_merged_it_answers_the_same(label: str, removal: Any, plan: Plan) -> None:
     family = FAMILY[label]
     model, images = applied(replace(plan, removal=removal), family), family.images()
@@ -261,9 +277,7 @@ def test_the_last_ffn_of_a_trimmed_model_that_averages_tokens_stays() -> None:
 KINDS = ["vit_tiny_patch16_224", "vit_small_patch16_dinov3 class token", "beit_base_patch16_224 class token"]
 KINDS += ["vit_medium_patch16_reg4_gap_256", "hf ViTForImageClassification"]
 kinds = pytest.mark.parametrize("label", KINDS)
-quick = pytest.mark.parametrize(
-    "label", KINDS[:1] + [pytest.param(label, marks=pytest.mark.slow) for label in KINDS[1:]]
-)
+quick = pytest.mark.parametrize("label", few(KINDS, KINDS[:1]))
 
 
 def pair(label: str) -> tuple[nn.Module, nn.Module, Tensor]:
@@ -299,7 +313,7 @@ def test_compiled_it_computes_the_same(label: str) -> None:
         assert distance(run(compiled, batch), run(trimmed, batch)) < ROUNDING
 
 
-@kinds
+@quick
 def test_exported_by_torch_for_any_number_of_images(label: str) -> None:
     _, trimmed, images = pair(label)
     program = torch.export.export(trimmed, (images,), dynamic_shapes=({0: torch.export.Dim("batch")},))
@@ -349,11 +363,13 @@ def test_onnx_runtime_agrees(label: str, tmp_path: Path) -> None:
     assert exported.relative_difference < 1e-5  # torch and it round otherwise
 
 
-@pytest.mark.parametrize("tokens", [Tokens("tome", 3), Tokens("gtp", 3)], ids=["tome", "gtp"])
-@pytest.mark.parametrize("label", ["vit_tiny_patch16_224", "deit_tiny_distilled_patch16_224", *KINDS[4:]])
-def test_fewer_tokens_before_or_after(label: str, tokens: Tokens, tmp_path: Path) -> None:
+REDUCED = [(label, way) for label in (KINDS[0], "deit_tiny_distilled_patch16_224", KINDS[4]) for way in ("tome", "gtp")]
+
+
+@pytest.mark.parametrize(("label", "way"), rows(REDUCED, [*REDUCED[:3], REDUCED[5]]))
+def test_fewer_tokens_before_or_after(label: str, way: str, tmp_path: Path) -> None:
     """The last block, which reduces none where it is trimmed, has as many keys, weighted by the sizes of tokens."""
-    family = FAMILY[label]
+    family, tokens = FAMILY[label], Tokens(way, 3)
     images = family.images()
     whole = reduce_tokens_(hetdpt.prune_(family.build(), Plan((1,)), family.size), tokens)
     one = hetdpt.trim_(deepcopy(whole))
@@ -406,6 +422,8 @@ def test_gates_of_a_trimmed_model(label: str, removal: str) -> None:
 TAILED = ["vit_tiny_patch16_224", "deit_tiny_distilled_patch16_224", "vit_small_patch14_reg4_dinov2 class token"]
 TAILED += ["vit_small_patch16_dinov3 class token", "beit_base_patch16_224 class token", "hf ViTForImageClassification"]
 TAILED += ["vit_small_patch16_rope_mixed_224 class token", "hf CLIPVisionModelWithProjection"]
+FEW = ["vit_tiny_patch16_224", "deit_tiny_distilled_patch16_224", "vit_small_patch16_dinov3 class token"]
+FEW += ["hf ViTForImageClassification"]
 tailed = pytest.mark.parametrize("label", TAILED)
 
 
@@ -423,7 +441,7 @@ def test_a_tail_of_one_is_trimming(label: str) -> None:
     assert not hetdpt.Plan(tail=1).needs_images
 
 
-@tailed
+@pytest.mark.parametrize("label", few(TAILED, FEW))
 def test_a_tail_is_cheaper_and_fitted(label: str, tmp_path: Path) -> None:
     """Longer ones cost less; they are saved, and computed the same by whatever runs them."""
     family = FAMILY[label]
@@ -488,9 +506,11 @@ def test_a_fit_does_not_depend_on_batches(plan: Plan) -> None:
 
 COMPOSED = [(TAILED[0], removal) for removal in REMOVALS if removal != "authors"]
 COMPOSED += [(label, "calibrated") for label in TAILED[1:6]]
+QUICK = [(TAILED[0], removal) for removal in ("norm", ("linear", "calibrated"), ("skip", "calibrated-keep"))]
+QUICK += [(TAILED[4], "calibrated"), (TAILED[5], "calibrated")]
 
 
-@pytest.mark.parametrize(("label", "removal"), COMPOSED, ids=str)
+@pytest.mark.parametrize(("label", "removal"), rows(COMPOSED, QUICK))
 def test_a_tail_composes_with_removed_layers(label: str, removal: Any, tmp_path: Path) -> None:
     """Before the tail, at its first block and inside; calibrating, then merging and trimming, changes nothing."""
     family = FAMILY[label]
@@ -504,7 +524,7 @@ def test_a_tail_composes_with_removed_layers(label: str, removal: Any, tmp_path:
         assert are_equal(run(loaded, images), run(model, images))
 
 
-@pytest.mark.parametrize("label", [TAILED[0], *(pytest.param(label, marks=pytest.mark.slow) for label in TAILED[1:])])
+@pytest.mark.parametrize("label", few(TAILED, TAILED[:1]))
 def test_onnx_runtime_agrees_on_a_tail(label: str, tmp_path: Path) -> None:
     family = FAMILY[label]
     model = hetdpt.calibrate_(family.build(), Plan(tail=3), [family.images(8)])
@@ -562,7 +582,7 @@ def test_the_maps_of_a_tail_are_trained(label: str) -> None:
     assert not any(torch.equal(parameter, before[name]) for name, parameter in maps.items())
 
 
-@pytest.mark.slow
+@SLOW
 @tailed
 def test_compiled_and_exported_a_tail_computes_the_same(label: str) -> None:
     family = FAMILY[label]
@@ -579,8 +599,13 @@ def test_compiled_and_exported_a_tail_computes_the_same(label: str) -> None:
 SIZED = {"trimmed": Plan(), "tail": Plan(tail=2), "tail and layers": Plan((0,), (2,), tail=3, removal="calibrated")}
 
 
-@pytest.mark.parametrize("ratios", [Ratios(hidden=0.5), Ratios(0.25, 0.25, 0.0, 0.5), Ratios(heads=0.34)], ids=str)
-@pytest.mark.parametrize("plan", SIZED)
+RATIOS = [Ratios(0.25, 0.25, 0.0, 0.5), Ratios(hidden=0.5), Ratios(heads=0.34)]
+NARROW = [(plan, ratios) for plan in SIZED for ratios in RATIOS]
+
+
+@pytest.mark.parametrize(
+    ("plan", "ratios"), rows(NARROW, [*((plan, RATIOS[0]) for plan in SIZED), ("tail", RATIOS[2])])
+)
 def test_a_model_on_fewer_tokens_is_made_narrower(plan: str, ratios: Ratios, tmp_path: Path) -> None:
     """As wide as if it had been narrowed before, and saved like any other."""
     family = FAMILY["vit_tiny_patch16_224"]
@@ -696,3 +721,89 @@ def test_a_directory_saved_before_there_were_tails_is_loaded(model: nn.Module, i
     del values["is_trimmed"], values["plan"]["tail"]
     write_sealed_json(recipe, values)
     assert are_equal(run(hetdpt.load(recipe.parent), images), run(model, images))
+
+
+def unchanged_after(error: type[Exception], text: str, model: nn.Module, images: Tensor, act: Any) -> None:
+    """Check that ``act`` is refused in a sentence that begins with ``text``, and that ``model`` stays as it was."""
+    printed, record, before = digest(model), record_of(model), run(model, images)
+    with pytest.raises(error, match=f"^{re.escape(text)}") as refusal:
+        act()
+    assert "\n" not in str(refusal.value)
+    assert digest(model) == printed
+    assert record_of(model) == record
+    assert are_equal(run(model, images), before)
+
+
+def test_a_tail_of_an_unknown_attention_is_refused_before_layers_are_removed() -> None:
+    family = next(family for family, _ in OTHERS if "relpos" in family.label)
+    model, text = family.build(), "blocks.2.attn cannot attend to patches that are not computed: its class"
+    plan = Plan((0,), tail=1)
+    unchanged_after(ModelError, text, model, family.images(), lambda: hetdpt.prune_(model, plan, family.size))
+
+
+def test_images_that_no_tail_can_be_fitted_on_leave_the_model_unchanged(model: nn.Module, images: Tensor) -> None:
+    once = "the images are read once to replace layers and once to fit the tail, but got a one-shot iterator"
+    tailed = hetdpt.calibrate_(deepcopy(model), Plan(tail=2), [images])
+    unchanged_after(DataError, once, tailed, images, lambda: hetdpt.calibrate_(tailed, Plan((0,)), iter([images])))
+
+    def fit(batch: Tensor) -> Any:
+        return lambda: hetdpt.calibrate_(model, Plan(tail=2), [batch])
+
+    one = "a fit is judged on held-out images, but there is only one image; give two or more"
+    unchanged_after(DataError, one, model, images, fit(images[:1]))
+    finite = "the norm before blocks.2.attn returns values that are not finite; check the weights, or use float32"
+    unchanged_after(ModelError, finite, model, images, fit(torch.full_like(images, torch.nan)))
+
+
+def test_fits_of_attention_that_was_removed_later_are_forgotten(model: nn.Module, images: Tensor) -> None:
+    def fitted() -> list[tuple[str, int]]:
+        return [(fit.kind, fit.block) for fit in require_record(model).plan.fits]
+
+    hetdpt.calibrate_(model, Plan(tail=3), [images])
+    assert fitted() == [("tail", 1), ("tail", 2)]
+    hetdpt.prune_(model, Plan((1,)))
+    assert fitted() == [("tail", 2)]
+    hetdpt.prune_(model, Plan((2,)))
+    assert fitted() == []
+
+
+def test_feature_maps_of_blocks_without_all_tokens_are_refused(model: nn.Module, images: Tensor) -> None:
+    expected = model.forward_intermediates(images)[0]  # type: ignore[operator]
+    tailed = hetdpt.calibrate_(deepcopy(model), Plan(tail=2), [images])
+    both = reduce_tokens_(hetdpt.trim_(deepcopy(model)), Tokens("tome", 2))
+    trimmed = "a model that is trimmed, or has a tail, does not have them all; call untrim_(model) before, and use no "
+    reduced = "a model that reduces tokens does not have them all; call restore_tokens_(model) before"
+    hetdpt.trim_(model)
+    for one, why in ((model, trimmed), (tailed, trimmed), (both, reduced), (hetdpt.untrim_(deepcopy(both)), reduced)):
+        for name in ("forward_intermediates", "get_intermediate_layers"):
+            text = f"{name} reshapes all tokens of a block to images, but {why}"
+            unchanged_after(ModelError, text, one, images, lambda one=one, name=name: getattr(one, name)(images))
+    restored = restore_tokens_(both)
+    unchanged_after(ModelError, "forward_", restored, images, lambda: restored.forward_intermediates(images))  # type: ignore[operator]
+    assert torch.equal(hetdpt.untrim_(model).forward_intermediates(images)[0], expected)  # type: ignore[operator]
+
+
+# Scan
+
+
+def test_a_scan_has_the_milliseconds_that_tails_save(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the prices of blocks, in JSON and in the rows of a spreadsheet."""
+    price, dense = Price(0, 0, 1.0), Measurement("latency", 10.0, "ms", "cpu", "float32", 8)
+    kept = KeptBlock(Price(0, 0, 2.0), price, price, Price(0, 0, 0.0), Price(0, 0, 0.0))
+    prices = Prices(Price(0, 0, 10.0), (price,) * 4, (price,) * 4, kept=(kept,) * 4)
+    monkeypatch.setattr(studies, "latency_table", lambda *_, **__: LatencyTable(dense, [], {}, prices))
+    family = token("vit_tiny_patch16_224", "deeper", depth=4)
+    table = studies.scan(family.build(), [family.images(8)])
+    assert [tail.ms_saved for tail in table.tails] == [2.0, 4.0]
+    assert studies.ScanTable.from_json(table.to_json()) == table
+    rows = [row for row in csv_rows(table) if row["kind"] == "tail"]
+    assert [(row["ms_saved"], row["device"], row["batch"]) for row in rows] == [(2.0, "cpu", 8), (4.0, "cpu", 8)]
+    untimed = studies.scan(family.build(), [family.images(8)], latency=False)
+    assert [tail.ms_saved for tail in untimed.tails] == [None, None]
+
+
+@pytest.mark.parametrize("plan", [Plan(tail=3), Plan((0,), tail=3), Plan((0, 1), tail=1)], ids=str)
+def test_tokens_that_no_block_could_reduce_are_refused(plan: Plan, model: nn.Module, images: Tensor) -> None:
+    hetdpt.calibrate_(model, plan, [images])
+    text = "no block of this model that updates all its tokens has attention, which reducing tokens needs"
+    unchanged_after(ModelError, text, model, images, lambda: reduce_tokens_(model, Tokens("tome", 2)))

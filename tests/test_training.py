@@ -255,7 +255,7 @@ def test_accumulated_batches_equal_one_large_batch() -> None:
 # States.
 
 
-@pytest.mark.parametrize("stop", [0, 1, 2, 3, 4])
+@pytest.mark.parametrize("stop", [0, 1, *(pytest.param(stop, marks=pytest.mark.slow) for stop in (2, 4)), 3])
 def test_going_on_from_any_state_ends_bit_equal(stop: int) -> None:
     """Everything random is on: mixing, drop path, augmentation, moving average; two updates an epoch."""
     training = replace(PLAIN, mixup=0.8, cutmix=1.0, ema_decay=0.9, smoothing=0.1)

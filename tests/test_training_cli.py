@@ -468,7 +468,7 @@ def test_recovery_of_a_saved_student(run: Run, home: Path, tmp_path: Path) -> No
     ]  # both train the merged student of the same teacher
 
 
-@pytest.mark.parametrize("distill", ["hard", "soft"])
+@pytest.mark.parametrize("distill", ["hard", pytest.param("soft", marks=pytest.mark.slow)])
 def test_the_cached_teacher_trains_as_the_teacher_does(run: Run, home: Path, tmp_path: Path, distill: str) -> None:
     fixed = ("--set", "augmentation.fixed_views=true", "--distill", distill)
     assert run(*recovery(home, tmp_path / "asked", *fixed)).code == 0

@@ -524,7 +524,10 @@ def test_a_target_is_met_within_two_percent(model: nn.Module, name: str, round_t
     assert model.embed_dim == 48  # a copy was narrowed
 
 
-@pytest.mark.parametrize(("width", "round_to", "is_even"), [(256, None, True), (256, 1, False), (192, None, False)])
+@pytest.mark.parametrize(
+    ("width", "round_to", "is_even"),
+    [(256, None, True), pytest.param(256, 1, False, marks=pytest.mark.slow), (192, None, False)],
+)
 def test_sizes_of_wide_models_are_multiples_of_8(width: int, round_to: int | None, is_even: bool) -> None:
     wide = timm.create_model(
         "vit_tiny_patch16_224", img_size=32, patch_size=8, embed_dim=width, num_heads=4, depth=3, num_classes=10
@@ -585,7 +588,9 @@ def test_targets_out_of_reach_say_how_near_one_can_come(model: nn.Module) -> Non
         narrow_to(model, ratio=1.5, config=PLAIN)
 
 
-@pytest.mark.parametrize(("part", "goes"), [(0.9, "hidden"), (0.6, "heads"), (0.3, "embedding")])
+@pytest.mark.parametrize(
+    ("part", "goes"), [(0.9, "hidden"), pytest.param(0.6, "heads", marks=pytest.mark.slow), (0.3, "embedding")]
+)
 def test_what_is_missed_least_goes_first(model: nn.Module, part: float, goes: str) -> None:
     found = narrow_to(model, macs=part * count_macs(model, (3, 32, 32)), config=PLAIN).ratios.by_name
     order = ["hidden", "heads", "embedding"]

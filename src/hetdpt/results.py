@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from math import inf, isfinite
 from pathlib import Path
 from statistics import fmean, median, stdev
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -29,7 +29,7 @@ from hetdpt.core.format import (
     widths,
 )
 from hetdpt.core.goals import Measures
-from hetdpt.core.plan import KINDS, Budget, Kind, Plan, Removal, Site
+from hetdpt.core.plan import KINDS, Budget, Kind, Plan, Removal, Site, Tail
 from hetdpt.core.tokens import Tokens
 from hetdpt.store.atomic import CHECKSUM, parse_json, sealed
 from hetdpt.store.stage_directory import OLDER, SUMMARY
@@ -123,8 +123,9 @@ class Prices:
     """The cost of a dense model, and the parts that the cost of any plan is composed of.
 
     Savings do not add up: after the last attention that is left, and in a tail, patches are not updated, so that a
-    layer there saves less, and the last attention nearly a whole block. MACs and parameters of ViTs are exact (up
-    to a bias for each layer where there is LayerScale); times are predicted from those of single blocks.
+    layer there saves less, and the last attention nearly a whole block. MACs and parameters of ViTs are exact, up
+    to a bias for each layer where there is LayerScale, and up to register tokens, which some blocks compute that are
+    priced without them; times are predicted from those of single blocks.
 
     A budget is priced for the layers that would be removed: those first in ``order``, then others spread over the
     model (of 12 blocks: 0, 8, 4, 2, 10, ...).
@@ -541,7 +542,8 @@ class BalanceResult:
 class ChosenLayer:
     """A layer to remove; the method chose those of lower scores first."""
 
-    kind: Kind
+    kind: Kind | Literal["tail"]
+    """``tail``: in place of a layer, patches are not updated from that block on."""
     block: int
     score: float | None = None
 
@@ -553,11 +555,13 @@ class SelectResult:
     method: str
     plan: Plan
     picks: tuple[ChosenLayer, ...] = ()
-    """The layers in the order in which they were chosen."""
+    """The layers, and the tails beside them, in the order in which they were chosen."""
 
     def __str__(self) -> str:
         blocks = {kind: getattr(self.plan, kind) for kind in KINDS}
-        return ", ".join(f"{kind} {' '.join(map(str, of))}" for kind, of in blocks.items() if of) or "no layers"
+        parts = [f"{kind} {' '.join(map(str, of))}" for kind, of in blocks.items() if of]
+        parts += [str(Tail(self.plan.tail))] if self.plan.tail else []
+        return ", ".join(parts) or "no layers"
 
 
 @dataclass(frozen=True, kw_only=True)

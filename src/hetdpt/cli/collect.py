@@ -61,7 +61,7 @@ def _line(done: SampleDone) -> str:
     step = done.result
     if not step.kinds:
         return f"dense: accuracy {percent(step.accuracy)}"
-    removed = ", ".join(f"{pick.site.kind} {pick.site.block} (TE {pick.te:.3g})" for pick in step.picks)
+    removed = ", ".join(f"{pick.site} (TE {pick.te:.3g})" for pick in step.picks)
     change = f"{step.before:.2f} -> {percent(step.accuracy)}{by_others(done.is_own)}"
     return f"{done.subject.chain} {split_text(step.budget)}: without {removed} {change}"
 
@@ -74,7 +74,7 @@ def _print(found: list[SampleDone]) -> None:
     rows = table("samples", "attention removed", "activation removed", "before", "accuracy", "layer", "seconds")
     for done in found:
         step = done.result
-        layers = " ".join(f"{pick.site.kind} {pick.site.block}" for pick in step.picks)
+        layers = " ".join(str(pick.site) for pick in step.picks)
         counts = str(step.budget.attention), str(step.budget.activation)
         rows.add_row(*counts, f"{step.before:.2f}", f"{step.accuracy:.2f}", layers, f"{step.seconds:.0f}")
     print_(rows)

@@ -73,7 +73,7 @@ class Options:
             for setting in one.metadata.get("settings", ()) if value not in (None, []) else ():
                 _, kind, name = split_setting(setting)
                 if kind == config:
-                    found[name] = tuple(value) if isinstance(value, list) else value
+                    found[name] = tuple(value) if isinstance(value, list) else None if value is AUTO else value
         return found
 
 
@@ -126,9 +126,13 @@ def style(text: str) -> Any:
     return Plan(removal=(styles[0], styles[1]) if len(styles) == 2 else text).removal
 
 
-def tail_length(text: str) -> int | None:
-    """Return the length of a tail; None for ``auto``."""
-    return None if text == "auto" else _number(int, 0)(text)
+AUTO = object()
+"""The value of an option that sets None, which as a value says that the option was not given."""
+
+
+def tail_length(text: str) -> Any:
+    """Return the length of a tail; ``AUTO`` for auto."""
+    return AUTO if text == "auto" else _number(int, 0)(text)
 
 
 def _goal(goal: Goal) -> Any:

@@ -64,7 +64,7 @@ def _line(one: Observed) -> str:
         return f"{removal_text(result.removal)}, gradients: {medians}{by}"
     if isinstance(result, Asymmetry):
         accuracies = " -> ".join(f"{accuracy:.2f}" for accuracy in result.accuracies)
-        return f"{removal_text(result.removal)}, without {result.site.kind} {result.site.block}: {accuracies} %{by}"
+        return f"{removal_text(result.removal)}, without {result.site}: {accuracies} %{by}"
     return f"dense: accuracy {percent(result.accuracy)}{by}"
 
 

@@ -11,7 +11,7 @@ import click
 from hetdpt.cli.command import goal_options, option, tail_length
 from hetdpt.cli.options import DeviceOptions, ImageOptions, ModelOptions, OutputOptions, OverwriteOptions
 from hetdpt.cli.show import print_, print_costs, print_json, print_speed, table
-from hetdpt.core.plan import Move, Site
+from hetdpt.core.plan import Site
 from hetdpt.core.styles import CLASS_TOKEN_KEEPS
 
 if TYPE_CHECKING:
@@ -59,14 +59,10 @@ def oneshot(options: OneShotOptions) -> None:
 
 
 def _line(step: OneShotStep, is_speedup: bool) -> str:
-    text = f"{_name(step.choice.move)}, damage {step.choice.damage:.3g}"
+    text = f"{step.choice.move}, damage {step.choice.damage:.3g}"
     if is_speedup:
         return f"{step.number}: {text}, {step.reached:.3f}x of {step.wanted:g}x by the time of each layer"
     return f"{step.number}/{step.wanted:.0f}: {text}"
-
-
-def _name(move: Move) -> str:
-    return f"{move.kind} {move.block}" if isinstance(move, Site) else f"tail of {move.length}"
 
 
 def _print(found: OneShotResult, out: Path) -> None:
@@ -77,7 +73,7 @@ def _print(found: OneShotResult, out: Path) -> None:
         if isinstance(move, Site):
             fit = fits.get((move.kind, move.block))
             about = move.path, found.plan.style_of(move.kind).name, f"{fit.r2:.3f}" if fit else "-"
-        rows.add_row(_name(move), *about, f"{choice.damage:.4g}")
+        rows.add_row(str(move), *about, f"{choice.damage:.4g}")
     print_(rows)
     print_costs(found.costs)
     print_speed(found.speed, found.costs)

@@ -81,22 +81,16 @@ def _print(found: ScanTable) -> None:
         click.echo(f"dense: {found.latency}")
     for site in found.irreplaceable:
         best = found.best(site)
-        click.echo(f"nothing can replace {site.kind} {site.block}: the best, {best.style}, does {_short(best.damage)}")
+        click.echo(f"nothing can replace {site}: the best, {best.style}, does {_short(best.damage)}")
 
 
 def _print_tails(found: ScanTable) -> None:
-    lines = table(
-        "tails: damage if patches are not updated in the last blocks; MACs that it saves",
-        "blocks",
-        "TE",
-        "damage",
-        "R²",
-        "MACs",
-    )
+    columns = ["blocks", "TE", "damage", "R²", "MACs", *(["ms"] if found.latency else [])]
+    lines = table("tails: damage if patches are not updated in the last blocks; what that saves", *columns)
     for tail in found.tails:
         r2 = "exact" if tail.r2 is None else f"{tail.r2:.2f}"
-        saved = f"{100 * tail.macs_saved / found.dense.macs:.1f}%"
-        lines.add_row(str(tail.blocks), _short(tail.te), _short(tail.damage), r2, saved)
+        saved = _saved(found, tail.macs_saved, tail.ms_saved)
+        lines.add_row(str(tail.blocks), _short(tail.te), _short(tail.damage), r2, *saved)
     print_(lines)
 
 
@@ -155,8 +149,13 @@ def _r2(row: ScanRow | None) -> str:
 
 
 def _savings(found: ScanTable, row: ScanRow | None) -> list[str]:
-    """Return the cells of one style: the part of the dense MACs in percent and, where it was timed, milliseconds."""
+    """Return the cells of one style."""
     if row is None:
         return ["-", "-"] if found.latency else ["-"]
-    part = f"{100 * row.macs_saved / found.dense.macs:.1f}%"
-    return [part, f"{row.ms_saved.value:.2f}" if row.ms_saved else "-"] if found.latency else [part]
+    return _saved(found, row.macs_saved, row.ms_saved.value if row.ms_saved else None)
+
+
+def _saved(found: ScanTable, macs: int, ms: float | None) -> list[str]:
+    """Return cells: the part of the dense MACs in percent and, where it was timed, milliseconds."""
+    part = f"{100 * macs / found.dense.macs:.1f}%"
+    return [part, "-" if ms is None else f"{ms:.2f}"] if found.latency else [part]

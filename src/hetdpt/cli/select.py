@@ -82,7 +82,7 @@ def select(options: SelectOptions) -> None:
 
         def watch(picked: Picked) -> None:
             found.append(picked)
-            display.say(f"{len(found)}: remove {picked.site.kind} {picked.site.block} (score {picked.score:.4g})")
+            display.say(f"{len(found)}: remove {picked.move} (score {picked.score:.4g})")
 
         words: dict[str, Any] = {"overwrite": options.overwrite, "watch": watch}
         plan = select_into(options.out, network, data, budget, method, config, options.execution(display), **words)

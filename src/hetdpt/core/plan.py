@@ -37,12 +37,22 @@ class Site:
     is_gated: bool = False
     """Whether it is the activation of a gated FFN (SwiGLU), which has no exact linear form."""
 
+    def __str__(self) -> str:
+        return f"{self.kind} {self.block}"
+
 
 @dataclass(frozen=True)
 class Tail:
-    """A tail of this many blocks: one more than before, or the first."""
+    """A tail of this many blocks: one more than before, or the first.
+
+    >>> print(Tail(3), Site("attention", 3, "blocks.3.attn"), sep=", ")
+    tail of 3, attention 3
+    """
 
     length: int
+
+    def __str__(self) -> str:
+        return f"tail of {self.length}"
 
 
 Move = Site | Tail
@@ -145,7 +155,7 @@ class Plan:
     fits: tuple[Fit, ...] = field(default=(), compare=False)
     """How well fitted replacements fit, in the order in which they were fitted."""
     tail: int = 0
-    """In how many of the last blocks patches are not updated, so that only the class token goes on.
+    """In how many of the last blocks patches are not updated, but only the class token and those beside it.
 
     1 changes no answer; beyond, keys and values of patches are linear maps that are fitted on images.
     """

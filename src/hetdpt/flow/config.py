@@ -23,7 +23,7 @@ from hetdpt.flow.recipes import quick
 from hetdpt.flow.recipes import recipe as recipe_called
 from hetdpt.reduce.width.narrow import WidthConfig
 from hetdpt.results import Price
-from hetdpt.selection.methods import METHODS, method_called
+from hetdpt.selection.methods import METHODS, method_called, require_priced
 from hetdpt.selection.predictor.samples import CollectConfig
 from hetdpt.selection.select import SelectConfig
 from hetdpt.store.settings import checked, made, read_settings, setting_types, spelled, write_yaml
@@ -96,6 +96,7 @@ class RunConfig(GoalFields):
     """Blocks at the end in which patches are not updated, fitted before layers are chosen: 0, 2, ..., or auto.
 
     Auto compares the damage of tails and of layers, for a goal of speed or MACs and fitted replacements; else it is 0.
+    The method calibrated-greedy does so for every block that it adds to the tail, as it does for every layer.
     """
     trim: bool = True
     """Do not compute tokens that no output depends on; outputs stay the same."""
@@ -128,13 +129,29 @@ class RunConfig(GoalFields):
         require_class_token(self.class_token, self.removal)
 
     @property
+    def priced_goal(self) -> dict[str, float | str]:
+        """The goal until which layers are removed by what they save; empty if their number is given or allocated."""
+        if self.layers is not None or self.budget is not None or self.plus or not method_called(self.method).is_priced:
+            return {}
+        return self.goals
+
+    @property
+    def has_free_tail(self) -> bool:
+        """Whether a longer tail may be chosen in place of a layer, for ``priced_goal``."""
+        return bool(self._is_tail_open and self.priced_goal)
+
+    @property
     def tail_goal(self) -> dict[str, float | str]:
-        """The goals by which the length of the tail is chosen; empty if it is not chosen."""
-        if self.tail is not None or not self.trim or not Plan(removal=self.removal).is_any_fitted:
+        """The goals by which the length of the tail is chosen before layers are; empty if it is not."""
+        if not self._is_tail_open or self.priced_goal:
             return {}
         if self.layers is not None or self.budget is not None or self.samples or self.plus or self.compare:
             return {}
         return {name: value for name, value in self.goals.items() if name in ("speedup", "macs")}
+
+    @property
+    def _is_tail_open(self) -> bool:
+        return self.tail is None and self.trim and Plan(removal=self.removal).is_any_fitted
 
     @property
     def collect_config(self) -> CollectConfig:
@@ -283,10 +300,7 @@ class RunConfig(GoalFields):
         if self.budget is not None:
             return self._require_budget(self.budget)
         if self.layers is None:
-            raise PlanError(
-                f"the method {self.method} removes a number of layers, whatever they cost; give --layers, or a method "
-                "that splits a budget, such as hetdpt"
-            )
+            self._require_priced()
         if split := [name for name in self.compare if method_called(name).split == "map"]:
             raise PlanError(
                 f"{split[0]} splits its budget by samples of accuracy, which a run with the method {self.method} does "
@@ -295,6 +309,24 @@ class RunConfig(GoalFields):
         if strays := [name for name in ("samples", "rounds") if getattr(self, name) is not None]:
             raise PlanError(
                 f"the method {self.method} splits no budget, so that {' and '.join(strays)} has no use; leave it out"
+            )
+
+    def _require_priced(self) -> None:
+        """Raise unless layers can be removed until the one goal is met."""
+        require_priced(method_called(self.method))
+        if self.plus:
+            raise PlanError(
+                f"with --plus, width meets the goal after a number of layers; give --layers to the method {self.method}"
+            )
+        if len(self.goals) != 1:
+            raise PlanError(
+                f"the method {self.method} removes layers until one goal is met; expected exactly one of "
+                f"{', '.join(BOUNDS)}, got {' and '.join(self.goals)}"
+            )
+        if self.compare:
+            raise PlanError(
+                f"methods are compared at the same number of layers, but {self.method} removes layers until a goal is "
+                "met; give --layers, or leave out --compare"
             )
 
     def _require_width(self) -> None:

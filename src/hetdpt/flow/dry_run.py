@@ -73,9 +73,7 @@ def estimate(
 
     >>> import hetdpt
     >>> from hetdpt.data.sources import open_data
-    >>> config = RunConfig(
-    ...     model="vit_tiny_patch16_224", data="demo", out="nowhere", layers=2, method="random", images=4
-    ... )
+    >>> config = RunConfig(model="test_vit", data="demo", out="nowhere", layers=2, method="random", images=4)
     >>> found = estimate(config, hetdpt.create(config.model, img_size=32, num_classes=10), open_data("demo"))
     >>> {stage.stage: stage.updates for stage in found.stages if stage.updates}
     {'recover': 220}

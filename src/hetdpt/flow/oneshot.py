@@ -95,12 +95,12 @@ def oneshot_into(
     ``partial_of(directory)``; called again after a kill, it resumes from there. ``watch`` is called with every layer.
 
     >>> import tempfile, hetdpt
-    >>> model = hetdpt.create("vit_tiny_patch16_224", img_size=32, num_classes=10)
+    >>> model = hetdpt.create("test_vit", img_size=32, num_classes=10)
     >>> images, config = [torch.randn(4, 3, 32, 32)], OneShotConfig(layers=1, kind="attention", removal="plain")
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     found = oneshot_into(f"{folder}/faster", model, images, images, config)
     ...     len(hetdpt.load(f"{folder}/faster").blocks), len(found.plan.attention)
-    (12, 1)
+    (6, 1)
     """
     directory = Path(directory)
     require_new(directory, overwrite, RECIPE)

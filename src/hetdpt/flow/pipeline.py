@@ -9,7 +9,7 @@ collect   model, data -> CollectResult
 fit       model, analyse, collect, samples -> FitResult
 allocate  analyse, fit -> AllocateResult
 balance   model, data, analyse, fit -> BalanceResult
-select    model, data, allocate, balance -> SelectResult
+select    model, data, analyse, allocate, balance -> SelectResult
 narrow    model, data, analyse, select -> NarrowResult
 recover   model, data, select, narrow -> RecoverResult
 merge     recover -> MergeResult

@@ -21,6 +21,7 @@ from hetdpt.core.plan import Budget, Plan
 from hetdpt.data.sources import Data, open_data
 from hetdpt.export.saved import load, save
 from hetdpt.flow.execution import Execution, fitting_images
+from hetdpt.selection.goal import RemovalTarget
 from hetdpt.selection.importance import Picked
 from hetdpt.selection.select import SelectConfig, select
 from hetdpt.store.atomic import write_text
@@ -105,7 +106,7 @@ def select_into(
     file: Path,
     model: nn.Module,
     data: str | Data,
-    budget: Budget | int,
+    budget: Budget | int | RemovalTarget,
     method: str,
     config: SelectConfig,
     execution: Execution | None = None,
@@ -122,7 +123,7 @@ def select_into(
     asked = {
         "model": fingerprint(model),
         **_asked(opened, execution.workers, processes),
-        "budget": asdict(budget) if isinstance(budget, Budget) else budget,
+        "budget": _asked_budget(budget),
         "method": method,
         **asdict(config),
     }
@@ -142,6 +143,12 @@ def select_into(
         run.discard()
     processes.wait_for_everyone()
     return plan
+
+
+def _asked_budget(budget: Budget | int | RemovalTarget) -> dict[str, Any] | int:
+    if isinstance(budget, RemovalTarget):
+        return budget.to_dict()
+    return asdict(budget) if isinstance(budget, Budget) else budget
 
 
 def remove_layers_(model: nn.Module, plan: Plan, data: Data, images: int, seed: int = 0, workers: int = 0) -> nn.Module:

@@ -23,10 +23,10 @@ from hetdpt.core.plan import Measurement, Plan, Removal, Site
 from hetdpt.core.progress import StepProgress
 from hetdpt.measurement.kept_blocks import able_to_stop, stopped_at, trimmed
 from hetdpt.results import KEPT, Machine, Price, Prices, Ratio
+from hetdpt.surgery.arrange import kept_of, with_all_tokens
 from hetdpt.surgery.merge import merge_
 from hetdpt.surgery.record import InputSize, require_record, survey_of
 from hetdpt.surgery.remove import ready, removable, without
-from hetdpt.surgery.tail import kept_of, with_all_tokens
 
 MIN_ROUNDS = 5
 Part = tuple[str, int]

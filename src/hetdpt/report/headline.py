@@ -20,7 +20,7 @@ from hetdpt.core.format import (
     widths,
 )
 from hetdpt.core.goals import describe
-from hetdpt.core.plan import Plan
+from hetdpt.core.plan import Plan, Tail
 from hetdpt.core.styles import CLASS_TOKEN_KEEPS
 from hetdpt.core.tokens import Tokens
 from hetdpt.report.run import RunRecord
@@ -102,13 +102,13 @@ def lead(record: RunRecord) -> str:
 
 
 def _removed(chosen: SelectResult, analysis: AnalyseResult | None, narrowing: NarrowResult | None) -> str:
-    """Return how many layers and how much width were removed."""
-    budget = chosen.plan.budget
+    """Return how many layers and how much width were removed, and the tail."""
+    budget, tail = chosen.plan.budget, f", with a {Tail(chosen.plan.tail)}" if chosen.plan.tail else ""
     removed, narrower = layers(budget.attention, budget.activation), width(narrowing.ratios) if narrowing else ""
     if not len(chosen.plan):
-        return f"{removed}, but {narrower}" if narrower else removed
+        return f"{removed}, but {narrower}" if narrower else f"{removed}{tail}"
     of = f" of {len(analysis.sites)} removable layers" if analysis else ""
-    return f"{removed}{of}, chosen by the method {chosen.method}{f', and {narrower}' if narrower else ''}"
+    return f"{removed}{of}, chosen by the method {chosen.method}{f', and {narrower}' if narrower else ''}{tail}"
 
 
 def tiles(record: RunRecord) -> list[Tile]:
@@ -177,8 +177,8 @@ def trained(record: RunRecord) -> str:
         return ""
     removed = ["the layers"] if chosen is None or len(chosen.plan) else []
     removed += ["width"] if record.results.narrow else []
-    epochs = counted(len(recovery.epochs) - 1, "epoch")
-    return f"After the removal of {' and '.join(removed)}, the model was fine-tuned for {epochs}."
+    after = f"After the removal of {' and '.join(removed)}, the" if removed else "The"
+    return f"{after} model was fine-tuned for {counted(len(recovery.epochs) - 1, 'epoch')}."
 
 
 def balanced(found: BalanceResult) -> str:

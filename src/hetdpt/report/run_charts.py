@@ -73,7 +73,7 @@ def turns_of(record: RunRecord) -> dict[Key, ChosenLayer]:
     chosen = record.results.select
     if chosen is None:
         return {}
-    picked: dict[Key, ChosenLayer] = {(pick.kind, pick.block): pick for pick in chosen.picks}
+    picked: dict[Key, ChosenLayer] = {(pick.kind, pick.block): pick for pick in chosen.picks if pick.kind != "tail"}
     planned = {(kind, block): ChosenLayer(kind, block) for kind in KINDS for block in getattr(chosen.plan, kind)}
     both = picked | {key: layer for key, layer in planned.items() if key not in picked}
     return {key: layer for key, layer in both.items() if key in planned}

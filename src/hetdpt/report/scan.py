@@ -43,11 +43,12 @@ def csv_rows(table: ScanTable) -> Iterator[dict[str, Any]]:
         numbers = [row.te, row.r2, row.damage, row.is_replaceable, row.macs_saved]
         site = [row.site.kind, row.site.block, row.site.path, row.site.is_gated]
         yield dict(zip(COLUMNS, [*site, row.style, *numbers, *timed], strict=True))
+    whole = table.latency
+    where = [None, whole.device, whole.dtype, whole.batch] if whole else [None] * 4
     for tail in table.tails:
-        numbers = [tail.te, tail.r2, tail.damage, tail.damage <= table.limit, tail.macs_saved]
-        yield dict(
-            zip(COLUMNS, ["tail", table.blocks - tail.blocks, "", False, "tail", *numbers, *[None] * 5], strict=True)
-        )
+        numbers = [tail.te, tail.r2, tail.damage, tail.damage <= table.limit, tail.macs_saved, tail.ms_saved]
+        site = ["tail", table.blocks - tail.blocks, "", False]
+        yield dict(zip(COLUMNS, [*site, "tail", *numbers, *where], strict=True))
 
 
 def size_of(blocks: int) -> tuple[float, float]:
@@ -119,6 +120,9 @@ def _draw_savings(chart: Chart, table: ScanTable) -> None:
     for style in shown or _styles(table.rows):
         name = f"{_kind(rows, style)} {'skip, constant' if style == 'skip' else style}"
         _draw_style(chart, rows, style, lambda row: row.ms_saved.value if row.ms_saved else 0.0, name)
+    if tails := [(table.blocks - tail.blocks, tail.ms_saved) for tail in table.tails if tail.ms_saved is not None]:
+        places, saved = zip(*tails, strict=True)
+        chart.plot(list(places), list(saved), TAIL, "tail from that block on")
     chart.panel.axhline(0, color=chart.colour("ink"), linewidth=0.8)
     title = f"time saved, of {whole.value:.3g} ms ({whole.device}, {whole.dtype}, batch {whole.batch})"
     chart.name("block", "saved [ms per batch]", title)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import ceil, isfinite
+from math import ceil, inf, isfinite
 from operator import length_hint
 from typing import Any
 
@@ -20,12 +20,13 @@ from hetdpt.core.modules import Peeked, checked, clone, memory_advice, require_m
 from hetdpt.core.plan import Move, Plan, Removal, Site, Tail
 from hetdpt.core.progress import StepProgress
 from hetdpt.measurement.agreement import Damage
+from hetdpt.surgery.arrange import kept_of
 from hetdpt.surgery.calibrate import variants_of, with_tail
 from hetdpt.surgery.fit_tail import fit_tail_
 from hetdpt.surgery.prefix_cache import MEMORY, CachedVariants, Probe
 from hetdpt.surgery.record import require_record
 from hetdpt.surgery.remove import ready_for, removable
-from hetdpt.surgery.tail import is_tail_possible, kept_of, trim_to_class_token_
+from hetdpt.surgery.tail import is_tail_possible, trim_to_class_token_
 
 PURPOSE = "choosing layers"
 PARTS = 100  # of a step, as progress counts them
@@ -88,9 +89,10 @@ def choose(
     """Yield layers to remove and longer tails, one after another, until together they save ``target``.
 
     Every step takes the one of ``sites`` with the least (damage(S + s) - damage(S)) / (cost(S) - cost(S + s)), where S
-    are those chosen before; on a tie the one that runs first. A tail with one more block is chosen in the same way, up
-    to ``longest``; the model has ``tail`` from the start. What saves nothing, or little beside the others, is not
-    taken. ``cost`` is of a plan, such as milliseconds of a batch; by default each layer saves 1.
+    are those chosen before; on a tie the one that runs first. The last step takes the one with the least damage of
+    those that save enough. A tail with one more block is chosen in the same way, up to ``longest``; the model has
+    ``tail`` from the start. What saves nothing, or little beside the others, is not taken. ``cost`` is of a plan, such
+    as milliseconds of a batch; by default each layer saves 1.
 
     ``removal`` says what replaces a removed layer; replacements and tails are fitted anew in every step, on ``batches``
     and on the model with S, trimmed if it can have a tail. The damage is ``Damage``, relative to ``model`` as given, on
@@ -123,7 +125,7 @@ def choose(
     dense = _DenseOutputs(base, judge, memory)
     step = len(chosen)
     while cost(plan) > goal:
-        gains = _gains(cost, plan, [*left, *_tails(_length_after(current), longest)])
+        gains = _gains(cost, plan, [*_useful(current, plan, left), *_tails(_length_after(current), longest)])
         if not gains:
             return
         steps = step + ceil((cost(plan) - goal) * len(left) / (cost(plan) - least))
@@ -131,6 +133,8 @@ def choose(
         variants = _variants(current, gains, images)
         damages = dense.damages(current, variants, tell, length_hint(images))
         best = min(gains, key=lambda move: (damages[move] - damage) / gains[move])
+        if cost(plan.plus(best)) <= goal:  # the last step: saving more than is left is worth nothing
+            best = min((move for move in gains if cost(plan.plus(move)) <= goal), key=damages.__getitem__)
         _require_finite(damages[best], step)
         current, damage = _settled(variants[best], best, images), damages[best]
         plan, step, left = plan.plus(best), step + 1, [site for site in left if site != best]
@@ -167,6 +171,13 @@ def _gains(cost: Cost, plan: Plan, moves: Iterable[Move]) -> dict[Move, float]:
     gains = {move: cost(plan) - cost(plan.plus(move)) for move in moves}
     least = WORTH * max(gains.values(), default=0.0)
     return {move: gain for move, gain in gains.items() if gain > 0 and gain >= least}
+
+
+def _useful(model: nn.Module, plan: Plan, sites: Iterable[Site]) -> list[Site]:
+    """Return ``sites`` without activations of class tokens alone, where class tokens would keep them anyway."""
+    keeps = plan.class_token == "keep" and is_tail_possible(model)
+    stop = kept_of(require_record(model))[0] if keeps else inf
+    return [site for site in sites if site.kind == "attention" or site.block < stop]
 
 
 def _tails(length: int, longest: int | None = None) -> list[Tail]:

@@ -1,9 +1,10 @@
-"""The goal of a one-shot removal, in layers or in speed, and the costs of plans that it is measured by."""
+"""How much to remove, in layers, in speed or in size, and the costs of plans that it is measured by."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
@@ -13,7 +14,7 @@ from hetdpt.core.modules import clone
 from hetdpt.core.plan import KINDS, Kind, Plan, Removal, Site, Tail, require_class_token
 from hetdpt.core.progress import StageProgress
 from hetdpt.core.styles import ClassTokenChoice
-from hetdpt.results import Prices
+from hetdpt.results import Price, Prices
 from hetdpt.selection.damage import cheapest, fewer_layers
 from hetdpt.selection.predictor.pricing import measure_prices
 from hetdpt.surgery.record import InputSize, require_record
@@ -21,6 +22,9 @@ from hetdpt.surgery.remove import place_, removable
 from hetdpt.surgery.tail import is_tail_possible, trim_if_possible_
 
 ONESHOT_GOALS = ("layers", "speedup")
+Quantity = Literal["ms", "macs", "params"]
+QUANTITIES: Mapping[str, Quantity] = {"speedup": "ms", "macs": "macs", "params": "params"}
+"""What plans cost, by the goal that bounds it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,13 +78,15 @@ class RemovalTarget:
 
     sites: tuple[Site, ...]
     target: float
-    """Layers, or milliseconds of a batch."""
+    """Layers, or so much of ``quantity``."""
     prices: Prices | None = None
     """With the times of this device; None if layers are counted."""
     tail: int = 0
-    """The tail that the model has from the start."""
+    """The tail that is fitted before layers are chosen."""
     longest: int = 0
     """The longest tail that may be chosen; 0 for none."""
+    quantity: Quantity = "ms"
+    """What a plan costs: milliseconds of a batch, MACs or parameters."""
 
     @classmethod
     def of(
@@ -98,12 +104,31 @@ class RemovalTarget:
             return cls(offered, float(config.layers), tail=plan.tail)
         assert config.speedup is not None
         prices = measure_prices(known, removal=config.removal, input_size=size, trim=config.trim, progress=progress)
-        found = cls(offered, 0.0, prices, plan.tail, longest_tail(known) if config.has_free_tail else 0)
-        found = replace(found, target=found.cost(Plan()) - found.dense / config.speedup)
+        longest = longest_tail(known) if config.has_free_tail else 0
+        return cls.priced({"speedup": config.speedup}, offered, prices, longest, plan.tail)
+
+    @classmethod
+    def priced(
+        cls, goal: Mapping[str, float], sites: Iterable[Site], prices: Prices, longest: int = 0, tail: int = 0
+    ) -> RemovalTarget:
+        """Return the target that the one ``goal`` sets, such as {"speedup": 1.5}; ``PlanError`` if it is out of reach.
+
+        >>> from hetdpt.results import Price
+        >>> prices = Prices(Price(10, 10, 8.0), (Price(2, 1, 1.0),) * 4, (None,) * 4)
+        >>> layers = [Site("attention", block, "") for block in range(4)]
+        >>> RemovalTarget.priced({"macs": 7.0}, layers, prices).target
+        3.0
+        """
+        [(name, value)] = goal.items()
+        found = cls(tuple(sites), 0.0, prices, tail, longest, QUANTITIES[name])
+        limit = found.dense / value if name == "speedup" else value
+        found = replace(found, target=found.cost(Plan()) - limit)
         if found.most < found.target:
+            show, best = GOALS[name].show, GOALS[name].reached(prices.measures(found.cheapest)) or 0.0
+            where = f" ({prices.measured})" if prices.measured else ""
             raise PlanError(
-                f"a speedup of {config.speedup:g} is out of reach: by the times measured here ({prices.measured}), "
-                f"removing all {len(offered)} layers would give {found.reached(found.cheapest):.3g}; set an easier goal"
+                f"{show(value)} is out of reach: by the costs measured here{where}, removing all {len(found.sites)} "
+                f"layers would give {show(best)}; set an easier goal"
             )
         return found
 
@@ -112,7 +137,7 @@ class RemovalTarget:
         """Return the target that ``to_dict`` wrote as ``values``."""
         prices = Prices.from_json(values["prices"]) if values["prices"] else None
         sites = tuple(Site(**site) for site in values["sites"])
-        return cls(sites, values["target"], prices, values["tail"], values["longest"])
+        return cls(sites, values["target"], prices, values["tail"], values["longest"], values["quantity"])
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as plain JSON."""
@@ -120,17 +145,18 @@ class RemovalTarget:
         return {**asdict(self), "prices": prices}
 
     def cost(self, plan: Plan) -> float:
-        """Return minus the layers that ``plan`` removes, or the milliseconds of a batch without them."""
-        if self.prices is None:
-            return fewer_layers(plan)
-        ms = self.prices.of(plan).ms
-        assert ms is not None
-        return ms
+        """Return minus the layers that ``plan`` removes, or the ``quantity`` that is left without them."""
+        return fewer_layers(plan) if self.prices is None else self._quantity_of(self.prices.of(plan))
 
     @property
     def dense(self) -> float:
-        """Milliseconds of a batch of the dense model; 0 if layers are counted."""
-        return (self.prices.dense.ms or 0.0) if self.prices else 0.0
+        """The ``quantity`` of the dense model; 0 if layers are counted."""
+        return self._quantity_of(self.prices.dense) if self.prices else 0.0
+
+    def _quantity_of(self, price: Price) -> float:
+        value: float | None = getattr(price, self.quantity)
+        assert value is not None, "times were measured"
+        return value
 
     @property
     def cheapest(self) -> Plan:

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from hetdpt.core.errors import PlanError
-from hetdpt.core.plan import Kind, Site
+from hetdpt.core.plan import Kind, Move, Site
 from hetdpt.selection.schedule import due
 from hetdpt.surgery.gate import gates_by_site
 from hetdpt.training.trainer import State
@@ -32,11 +32,17 @@ from hetdpt.training.trainer import State
 
 @dataclass(frozen=True)
 class Picked:
-    """A layer to remove."""
+    """A layer to remove, or a longer tail."""
 
-    site: Site
+    move: Move
     score: float
     """The lowest is removed first; comparable within one method and kind."""
+
+    @property
+    def site(self) -> Site:
+        """The layer, where that is what was picked."""
+        assert isinstance(self.move, Site)
+        return self.move
 
 
 @dataclass(frozen=True)

@@ -42,6 +42,14 @@ class Method:
         """Whether a smaller budget removes a subset of the layers of a larger one: they are taken from one list."""
         return self.split != "map" and self.score != "importance"
 
+    @property
+    def is_priced(self) -> bool:
+        """Whether it can choose by what plans cost, until they meet a goal such as a speedup.
+
+        Then a longer tail may be chosen in place of a layer.
+        """
+        return self.split == "joint" and self.score == "damage"
+
 
 _ROWS = (
     Method(
@@ -105,7 +113,8 @@ _ROWS = (
         split="joint",
         score="damage",
         paper="none: ours",
-        about="One after another, the layer whose fitted replacement changes the outputs least.",
+        about="One after another, the layer whose fitted replacement changes the outputs least; for a goal of speed or "
+        "size the layer, or the longer tail, that does so for what it saves.",
     ),
 )
 METHODS: dict[str, Method] = {row.name: row for row in _ROWS}
@@ -121,3 +130,13 @@ def method_called(name: str) -> Method:
         (nearest,) = get_close_matches(name, METHODS, 1, cutoff=0)
         raise PlanError(f"no method is called {name!r}; did you mean {nearest}? Available: {', '.join(METHODS)}")
     return METHODS[name]
+
+
+def require_priced(method: Method) -> None:
+    """Raise ``PlanError`` unless the method can choose by what plans cost."""
+    if not method.is_priced:
+        able = ", ".join(row.name for row in _ROWS if row.is_priced)
+        raise PlanError(
+            f"the method {method.name} removes a number of layers, whatever they cost; give --layers, or a method that "
+            f"meets other goals: hetdpt, which splits a budget, or {able}, which removes layers until the goal is met"
+        )

@@ -1,9 +1,9 @@
-"""From a budget to a plan, by any of METHODS. Layers are chosen on training images; no files are written here."""
+"""From a budget or a goal to a plan, by any of METHODS. Layers are chosen on training images; no files here."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from hetdpt.adapters.preprocessing import preprocessing_of
 from hetdpt.core.errors import PlanError
 from hetdpt.core.modules import checked, clone
-from hetdpt.core.plan import KINDS, Budget, Kind, Plan, Removal, Site
+from hetdpt.core.plan import KINDS, Budget, Kind, Move, Plan, Removal, Site
 from hetdpt.core.processes import broadcast_, process_count
 from hetdpt.core.progress import StageProgress, StepProgress
 from hetdpt.data.augmentation import Augmentation
@@ -24,8 +24,9 @@ from hetdpt.data.fixed_batches import ImageBatches
 from hetdpt.data.sources import Data, open_data
 from hetdpt.selection.damage import GreedyChoice, choose, damage_of_each
 from hetdpt.selection.entropy import greedy_order, require_offered, transfer_entropy
+from hetdpt.selection.goal import RemovalTarget
 from hetdpt.selection.importance import ImportanceSearch, Picked, Prior
-from hetdpt.selection.methods import Method, Score, method_called
+from hetdpt.selection.methods import Method, Score, method_called, require_priced
 from hetdpt.selection.schedule import removal_order
 from hetdpt.surgery.calibrate import gate_fitted_, refit_gates_
 from hetdpt.surgery.gate import gates_by_site
@@ -94,7 +95,8 @@ class _Task:
     model: nn.Module
     data: Data
     kinds: tuple[Kind | None, ...]
-    """The kind of each layer to remove, in order; None for any."""
+    """The kind of each layer to remove, in order, None for any; empty if a ``target`` says how much to remove."""
+    target: RemovalTarget | None
     offered: list[Site]
     """The layers that can be removed."""
     config: SelectConfig
@@ -112,7 +114,7 @@ class _Task:
 def select(
     model: nn.Module,
     data: str | Data,
-    budget: Budget | int,
+    budget: Budget | int | RemovalTarget,
     method: str = "hetdpt",
     config: SelectConfig | None = None,
     *,
@@ -125,8 +127,9 @@ def select(
     """Return a plan that removes ``budget`` layers of ``model``, chosen by a row of ``METHODS``.
 
     Layers are chosen on the training images of ``data``, with their labels if importances are learned. A method that
-    splits the budget needs a ``Budget``; the others use only the number of layers. ``keeper`` keeps states of a search
-    to resume from; ``watch`` is called with each layer, in the order of removal.
+    splits the budget needs a ``Budget``; the others use only the number of layers. One that ``is_priced`` also takes a
+    ``RemovalTarget``: it removes layers, and chooses longer tails, until they save so much. ``keeper`` keeps states of
+    a search to resume from; ``watch`` is called with each layer, in the order of removal.
 
     >>> import hetdpt, timm
     >>> model = timm.create_model("vit_tiny_patch16_224", img_size=16, patch_size=4, depth=3, num_classes=10)
@@ -141,18 +144,24 @@ def select(
     first = next(checked(images, model, PURPOSE))
     place_(clone(model).eval(), Plan(removal=config.removal), (first.shape[1], first.shape[2], first.shape[3]))
     base = ready_for(first, model, config.removal)  # one pruned in another style was refused
+    target = budget if isinstance(budget, RemovalTarget) else None
     kinds = kinds_of(row, budget)
     offered = removable(base)
     require_offered(offered, kinds)
-    task = _Task(model, opened, kinds, offered, config, images, device, workers, keeper, watch, progress)
-    sites = SCORES[row.score](task)
-    attention, activation = (tuple(site.block for site in sites if site.kind == kind) for kind in KINDS)
+    task = _Task(model, opened, kinds, target, offered, config, images, device, workers, keeper, watch, progress)
     found = require_record(base)
-    return Plan(attention, activation, config.removal, anatomy=found.survey.anatomy, tail=found.plan.tail)
+    nothing = Plan(removal=config.removal, anatomy=found.survey.anatomy, tail=found.plan.tail)
+    return nothing.plus(*SCORES[row.score](task))
 
 
-def kinds_of(method: Method, budget: Budget | int) -> tuple[Kind | None, ...]:
-    """Return the kinds of the layers to remove, in order, None for any; ``PlanError`` if there is nothing to remove."""
+def kinds_of(method: Method, budget: Budget | int | RemovalTarget) -> tuple[Kind | None, ...]:
+    """Return the kinds of the layers to remove, in order, None for any; ``PlanError`` if there is nothing to remove.
+
+    Of a ``RemovalTarget`` they are not known beforehand, and the method must be one that takes it.
+    """
+    if isinstance(budget, RemovalTarget):
+        require_priced(method)
+        return ()
     count = budget if isinstance(budget, int) else budget.layers
     if count < 1 or (isinstance(budget, Budget) and min(budget.attention, budget.activation) < 0):
         raise PlanError(f"the budget is {budget}; expected at least 1 layer, and no negative numbers")
@@ -186,25 +195,39 @@ def _by_entropy(task: _Task) -> list[Site]:
     return list(order)
 
 
-def _by_damage(task: _Task) -> list[Site]:
-    """Return the sites removed one after another, each with the least damage, measured on other training images."""
+def _by_damage(task: _Task) -> list[Move]:
+    """Return the moves made one after another, each with the least damage, measured on other training images.
+
+    If a target says how much they save, it is the least damage for what they save.
+    """
     judge = _judge(task)
     chosen: list[GreedyChoice] = []
-    for kind, count in Counter(task.kinds).items():  # all of one kind, then all of the other
+    for target in [task.target] if task.target else _counts(task):
         found = choose(
             task.model,
             task.images,
-            [site for site in task.offered if kind in (None, site.kind)],
-            len(chosen) + count,
+            target.sites,
+            target.target,
+            cost=target.cost,
             judge=judge,
             removal=task.config.removal,
+            tail=target.tail,
+            longest=target.longest,
             chosen=chosen,
             progress=task.stage("measuring damage"),
         )
         chosen = [*chosen, *found]
-    sites = {choice.move: choice.damage for choice in chosen if isinstance(choice.move, Site)}  # all of them are
-    _tell(task, sites.items())
-    return list(sites)
+    moves = {choice.move: choice.damage for choice in chosen}
+    _tell(task, moves.items())
+    return list(moves)
+
+
+def _counts(task: _Task) -> Iterator[RemovalTarget]:
+    """Yield how many layers are removed after each kind: all of one, then all of the other."""
+    count = 0
+    for kind, more in Counter(task.kinds).items():
+        count += more
+        yield RemovalTarget(tuple(site for site in task.offered if kind in (None, site.kind)), float(count))
 
 
 def _judge(task: _Task) -> ImageBatches:
@@ -307,13 +330,13 @@ def _move(progress: StepProgress | None, now: Progress) -> None:
         progress(now.update, now.updates)
 
 
-def _tell(task: _Task, found: Iterable[tuple[Site, float]]) -> None:
-    for site, score in found:
+def _tell(task: _Task, found: Iterable[tuple[Move, float]]) -> None:
+    for move, score in found:
         if task.watch is not None:
-            task.watch(Picked(site, score))
+            task.watch(Picked(move, score))
 
 
-SCORES: dict[Score, Callable[[_Task], list[Site]]] = {
+SCORES: dict[Score, Callable[[_Task], Sequence[Move]]] = {
     "importance": _by_importance,
     "te": _by_entropy,
     "damage": _by_damage,

@@ -40,9 +40,9 @@ from hetdpt.adapters.windows import Windows, find_windows, not_tokens
 from hetdpt.core.errors import DataError, ModelError
 from hetdpt.core.modules import checked, clone, require_takes
 from hetdpt.core.plan import Site
+from hetdpt.surgery.arrange import with_all_tokens
 from hetdpt.surgery.gate import gates_by_site
 from hetdpt.surgery.record import record_of, survey_of
-from hetdpt.surgery.tail import with_all_tokens
 
 FEW = 10
 """With fewer images there is no interval: their spread is too uncertain."""

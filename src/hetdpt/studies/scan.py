@@ -27,7 +27,7 @@ from hetdpt.core.styles import PRESETS, STYLES, styles_for
 from hetdpt.measurement.agreement import Damage
 from hetdpt.measurement.costs import Costs
 from hetdpt.measurement.kept_blocks import finished, trimmed
-from hetdpt.measurement.speed import latency_table
+from hetdpt.measurement.speed import LatencyTable, latency_table
 from hetdpt.selection.entropy import Spread, entropy_of_dense, transfer
 from hetdpt.surgery.calibrate import Fitted, fit_sites, replaced
 from hetdpt.surgery.fit_tail import fit_tail_
@@ -76,6 +76,8 @@ class ScanTail:
     """The worst of the fits of its blocks on held-out images; None for a tail of 1, which is exact."""
     damage: float
     macs_saved: int
+    ms_saved: float | None
+    """Milliseconds per batch, predicted from those of single blocks; None if nothing was timed."""
 
 
 @dataclass(frozen=True)
@@ -240,7 +242,7 @@ def scan(
     judge = images if judge is None or judge is batches else judge
     found = _compare(base, variants, judge, size, memory, progress)
     dense, macs = _macs_saved(base, offered, size, progress)
-    whole, times = _ms_saved(base, size, batch, progress) if latency else (None, {})
+    timed, times = _ms_saved(base, size, batch, progress) if latency else (None, {})
     rows = tuple(
         ScanRow(
             site=site,
@@ -256,11 +258,11 @@ def scan(
     )
     return ScanTable(
         rows=rows,
-        tails=tuple(_tail_row(tail, model, found, dense, size) for tail, model in enumerate(tails.values(), 1)),
+        tails=tuple(_tail_row(tail, model, found, dense, timed) for tail, model in enumerate(tails.values(), 1)),
         is_classifier=found.is_classifier,
         uninformed=found.uninformed,
         dense=dense,
-        latency=whole,
+        latency=timed.dense if timed else None,
         fitted_on=fitted_on,
         judged_on=found.images,
         is_apart=judge is not images,
@@ -288,10 +290,12 @@ def _tails(model: nn.Module, batches: Iterable[Tensor], progress: Progress | Non
     return found
 
 
-def _tail_row(tail: int, model: nn.Module, found: _Found, dense: Costs, size: tuple[int, int, int]) -> ScanTail:
-    fits = [fit.r2 for fit in require_record(model).plan.fits if fit.kind == "tail"]
-    saved = dense.macs - Costs.of(model, size).macs
-    return ScanTail(tail, found.te[tail], min(fits, default=None), found.damage[tail], saved)
+def _tail_row(tail: int, model: nn.Module, found: _Found, dense: Costs, timed: LatencyTable | None) -> ScanTail:
+    record = require_record(model)
+    fits = [fit.r2 for fit in record.plan.fits if fit.kind == "tail"]
+    macs = dense.macs - Costs.of(model, record.survey.input_size).macs
+    ms = (timed.prices.dense - timed.prices.of(Plan(tail=tail))).ms if timed else None
+    return ScanTail(tail, found.te[tail], min(fits, default=None), found.damage[tail], macs, ms)
 
 
 def _offered(model: nn.Module) -> list[Variant]:
@@ -414,8 +418,8 @@ def _macs_saved(
 
 def _ms_saved(
     model: nn.Module, size: tuple[int, int, int], batch: int | None, progress: Progress | None
-) -> tuple[Measurement, dict[Variant, Measurement]]:
-    """Return the time of ``model`` for a batch, and what each style that is timed saves of it."""
+) -> tuple[LatencyTable, dict[Variant, Measurement]]:
+    """Return the times of ``model`` and its blocks, and what each style that is timed saves of a batch."""
     record = require_record(model)
     removals = [record.plan.styles] if len(record.plan) else _timed()
     saved: dict[Variant, Measurement] = {}
@@ -426,7 +430,7 @@ def _ms_saved(
         tables.append(table)
         plan = Plan(removal=styles)
         saved |= {(one.site, plan.style_of(one.site.kind).name): one.saved for one in table.savings}
-    return tables[0].dense, saved
+    return tables[0], saved
 
 
 def _move_part(progress: Progress, what: str, number: int, times: int, done: int, steps: int) -> None:

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from hetdpt.adapters.anatomy import Handle
 from hetdpt.adapters.layout import TokenLayout
-from hetdpt.core.errors import DataError, ModelError
+from hetdpt.core.errors import ModelError
 from hetdpt.core.fold import Means, Moments, exact
 from hetdpt.core.gates import Values, first_tensor, replacement_class
 from hetdpt.core.modules import (
@@ -36,15 +36,28 @@ from hetdpt.core.modules import (
 from hetdpt.core.plan import Fit, Plan, Site, with_class_token
 from hetdpt.core.progress import StepProgress
 from hetdpt.core.styles import STYLES, Style
-from hetdpt.surgery.fit_tail import FOLDS, PURPOSE, EnoughError, fit_tail_
+from hetdpt.surgery.arrange import kept_of
+from hetdpt.surgery.fit_tail import (
+    FOLDS,
+    PURPOSE,
+    fill_tail_,
+    fit_tail,
+    fit_tail_,
+    require_finite,
+    require_held_out,
+)
 from hetdpt.surgery.gate import fill_gate_, gates_by_site, place_gates_, restore_
 from hetdpt.surgery.record import layer_at, parts_of, record_of, require_record
 from hetdpt.surgery.remove import fill_, place_, ready_for, without
 from hetdpt.surgery.replacement import place_of
-from hetdpt.surgery.tail import kept_of, trim_to_class_token_, untrim_
+from hetdpt.surgery.tail import trim_to_class_token_, untrim_
 
 SUMS = 2 << 30  # bytes of sums in one pass over the images
 FLOOR = 0.05  # of the median norm of y: a token below it is weighted as if it were there
+
+
+class EnoughError(Exception):
+    """Ends a forward pass after the last layer whose output is needed."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +93,7 @@ def calibrate_(
     plan = replace(plan, fits=(), removal=removal)
     images = Peeked(batches, model, PURPOSE)
     whole = place_(clone(model), plan, images.size)  # an impossible plan is refused before anything is fitted
-    if plan.tail > 1:
+    if require_record(whole).plan.tail > 1:
         require_more_than_once(batches, "once to replace layers and once to fit the tail")
     dense = ready_for(images.first, model, plan.removal)
     removed = [handle.site for handle in require_record(dense).to_remove(plan)]
@@ -89,10 +102,14 @@ def calibrate_(
         found = [*fit_sites(dense, _fitted_styles(removed, plan), images, kept=kept, progress=progress).values()]
     else:
         found = _fit_in_order(dense, removed, plan, images, kept, progress)
-    place_(model, plan, images.size)
+    tail = fit_tail(_filled(whole, found), images, progress=progress)
+    return fill_tail_(_filled(place_(model, plan, images.size), found), tail)
+
+
+def _filled(model: nn.Module, found: Iterable[Fitted]) -> nn.Module:
     for fitted in found:
         fill_(model, fitted.site, fitted.values, fitted.fit)
-    return fit_tail_(model, images, progress=progress)
+    return model
 
 
 def _kept_at(model: nn.Module, sites: Iterable[Site]) -> dict[Site, int]:
@@ -153,11 +170,13 @@ def remove_(
     was_trimmed = record is not None and record.is_trimmed
     images = Peeked(batches, model, PURPOSE)
     trim_to_class_token_(model, images.size)
-    if plan.is_any_fitted or not len(plan):
-        calibrate_(model, plan, images, progress=progress)
-    else:
-        fit_tail_(place_(model, replace(plan, fits=()), images.size), images, progress=progress)
-    return model if was_trimmed else untrim_(model)
+    try:
+        if plan.is_any_fitted or not len(plan):
+            return calibrate_(model, plan, images, progress=progress)
+        return fit_tail_(place_(model, replace(plan, fits=()), images.size), images, progress=progress)
+    finally:
+        if not was_trimmed:
+            untrim_(model)
 
 
 def with_tail(model: nn.Module, length: int, batches: Iterable[Tensor]) -> nn.Module:
@@ -238,8 +257,7 @@ def _sum_up(model: nn.Module, sums: list[_Sums], batches: Iterable[Tensor], prog
         count += len(images)
         if progress:
             progress(done, length_hint(batches))
-    if count < 2:
-        raise DataError("a fit is judged on held-out images, but there is only one image; give two or more")
+    require_held_out(count)
 
 
 def _fit_in_order(
@@ -321,10 +339,7 @@ class _Sums:
             x, y = self.tokens(x, images), self.tokens(y, images)
         if not y.numel():  # patches that are not computed
             return
-        if not y.isfinite().all():
-            raise ModelError(
-                f"{self.place.target} returns values that are not finite; check the weights, or use float32"
-            )
+        require_finite(y, self.place.target)
         weight = self._weight(y)
         fold = (count + torch.arange(rows, device=y.device) // (rows // images)) % FOLDS  # of the image of each row
         assert self.replacement.sums is not None

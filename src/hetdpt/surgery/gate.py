@@ -18,10 +18,10 @@ from hetdpt.core.gates import Behind, Gate, Mapped, StreamGelu, Values
 from hetdpt.core.modules import put_
 from hetdpt.core.plan import Plan, Site
 from hetdpt.core.styles import Style
+from hetdpt.surgery.arrange import keep_positions_
 from hetdpt.surgery.record import RECORD, InputSize, layer_at, parts_of, record_for, record_of, require_record
 from hetdpt.surgery.remove import stream_owners
 from hetdpt.surgery.replacement import new_replacement, place_of, require_removable, why_not_removable
-from hetdpt.surgery.tail import keep_positions_
 
 
 def gate_(model: nn.Module, plan: Plan | None = None, input_size: InputSize | None = None) -> nn.Module:

@@ -38,9 +38,9 @@ class TailStream(NamedTuple):
 class TailStep(nn.Module):
     """How one block runs on the tokens that are kept; a child of the block."""
 
-    def __init__(self, kept: int, is_first: bool, is_last: bool) -> None:
+    def __init__(self, kept: int, is_last: bool) -> None:
         super().__init__()
-        self.kept, self.is_first, self.is_last = kept, is_first, is_last
+        self.kept, self.is_last = kept, is_last
         self.attention = ""
         """The path of the attention in the block; empty if it has none."""
         self.entry: tuple[str, ...] = ()
@@ -169,3 +169,11 @@ def connect_(block: nn.Module) -> None:
     """Let ``block`` run on the tokens that its step keeps, if it has one; one that reduces tokens does so itself."""
     if isinstance(block._modules.get(STEP), TailStep) and "forward" not in vars(block):
         vars(block)["forward"] = partial(run_kept, block)
+
+
+def disconnect_(module: nn.Module) -> None:
+    """Let a block, or a layer, that has a step run on all tokens again."""
+    del module._modules[STEP]
+    forward = vars(module).get("forward")
+    if isinstance(forward, partial) and forward.func in (run_kept, run_on_mean):
+        del vars(module)["forward"]

@@ -14,8 +14,8 @@ from hetdpt.adapters.ffn import Ffn
 from hetdpt.core.fold import add, fold_norm, fold_pair, is_cheaper_folded
 from hetdpt.core.gates import Constant, Pass, PatchMap, PatchPass, Zero
 from hetdpt.core.modules import put_
+from hetdpt.surgery.arrange import arrange_
 from hetdpt.surgery.record import RECORD, Record, layer_at, parts_of, record_of, refuse_gated, require_record
-from hetdpt.surgery.tail import arrange_
 
 CHANGES = MULTIPLICATIONS | {"constant_pad_nd"}
 """Operations that change a constant."""

@@ -44,7 +44,7 @@ class Record:
     layout: TokenLayout | None = None
     """The layout of its tokens, once a change needed it; found before blocks were changed."""
     is_trimmed: bool = False
-    """Whether tokens that nothing reads are not computed (:mod:`hetdpt.surgery.tail`)."""
+    """Whether tokens that nothing reads are not computed (:mod:`hetdpt.surgery.arrange`)."""
     tokens: Tokens | None = None
     """How its blocks reduce tokens, if they do (:mod:`hetdpt.reduce.tokens.reduce`)."""
 
@@ -55,6 +55,16 @@ class Record:
     def left(self) -> list[Handle]:
         """The sites that have not been removed, in order of execution."""
         return [handle for handle in self.survey.handles if not self.plan.removes(handle.site)]
+
+    @property
+    def attentions(self) -> dict[int, Handle]:
+        """The attention of each block that has one, or had it before it was removed."""
+        return {handle.site.block: handle for handle in self.survey.handles if handle.site.kind == "attention"}
+
+    @property
+    def leaves_out_tokens(self) -> bool:
+        """Whether there are tokens that its last blocks do not compute."""
+        return self.is_trimmed or self.plan.tail > 0
 
     def to_remove(self, plan: Plan) -> list[Handle]:
         """Return the sites that ``plan`` removes and that have not been removed yet, in order of execution."""
@@ -136,10 +146,10 @@ def with_layout(model: nn.Module, record: Record, purpose: str = LEFT_OUT) -> Re
     """Return the record with the layout of the tokens, found on a model whose blocks still compute all of them."""
     if record.layout is not None:
         return record
-    blocks = [handle.owner for handle in record.survey.handles if handle.site.kind == "attention"]
+    blocks = list(dict.fromkeys(handle.owner for handle in record.attentions.values()))
     if not blocks:
         raise ModelError(f"{purpose} in models with attention, but this one has none that can be removed")
-    return replace(record, layout=find_layout(model, record.survey.input_size, list(dict.fromkeys(blocks)), purpose))
+    return replace(record, layout=find_layout(model, record.survey.input_size, blocks, purpose))
 
 
 def layout_of(record: Record) -> TokenLayout:

@@ -29,6 +29,7 @@ from hetdpt.core.gates import (
 from hetdpt.core.modules import clone, put_, require_takes
 from hetdpt.core.plan import Fit, Plan, Removal, Site, with_class_token
 from hetdpt.core.styles import STYLES, ClassTokenChoice, Style, pair_with
+from hetdpt.surgery.arrange import arrange_, require_arrangeable
 from hetdpt.surgery.merge import merge_ffn_, neutralise_
 from hetdpt.surgery.record import (
     RECORD,
@@ -43,7 +44,7 @@ from hetdpt.surgery.record import (
     with_layout,
 )
 from hetdpt.surgery.replacement import new_replacement, place_of, require_removable, why_not_removable
-from hetdpt.surgery.tail import arrange_, require_behind_mean, require_tail
+from hetdpt.surgery.tail import require_tail
 
 
 def prune_(model: nn.Module, plan: Plan, input_size: InputSize | None = None) -> nn.Module:
@@ -78,22 +79,15 @@ def place_(model: nn.Module, plan: Plan, input_size: InputSize | None = None) ->
     in place of an FFN is what ``identity`` would leave.
     """
     record = record_for(model, plan, input_size)
-    if plan.tail or record.plan.tail:
+    whole = _united(plan, record)
+    if whole.tail:
         record = with_layout(model, record)
-        require_tail(record, replace(plan, tail=max(plan.tail, record.plan.tail)))
+        require_tail(record, whole)
     removed = record.to_remove(plan)
     for handle in removed:
         require_removable(handle, plan.style_of(handle.site.kind))
     _refuse_folded_into(removed, plan, record)
-    whole = replace(
-        plan,
-        attention=tuple({*plan.attention, *record.plan.attention}),
-        activation=tuple({*plan.activation, *record.plan.activation}),
-        tail=max(plan.tail, record.plan.tail),
-        anatomy=record.survey.anatomy,
-        fits=record.plan.fits or plan.fits,
-    )
-    require_behind_mean(model, replace(record, plan=whole))
+    require_arrangeable(model, replace(record, plan=whole))
     both = [handle for handle in record.survey.handles if whole.removes(handle.site)]
     owners = stream_owners(both) if plan.has_stream_gelu else {}
     if record_of(model) is None:
@@ -105,6 +99,20 @@ def place_(model: nn.Module, plan: Plan, input_size: InputSize | None = None) ->
     single = tuple(h.site.block for h in removed if h.ffn and plan.style_of(h.site.kind).removes == "ffn")
     vars(model)[RECORD] = replace(record, plan=whole, merged=record.merged + single)
     return arrange_(model)
+
+
+def _united(plan: Plan, record: Record) -> Plan:
+    """Return one plan for what was removed before and what ``plan`` removes."""
+    attention = {*plan.attention, *record.plan.attention}
+    fits = record.plan.fits or plan.fits
+    return replace(
+        plan,
+        attention=tuple(attention),
+        activation=tuple({*plan.activation, *record.plan.activation}),
+        tail=max(plan.tail, record.plan.tail),
+        anatomy=record.survey.anatomy,
+        fits=tuple(fit for fit in fits if fit.kind != "tail" or fit.block not in attention),
+    )
 
 
 def ready(model: nn.Module, removal: Removal, input_size: InputSize | None = None) -> nn.Module:
@@ -178,7 +186,7 @@ def removable(model: nn.Module, wanted: Iterable[Site] | None = None) -> list[Si
     for site in wanted:
         if site not in left:
             raise PlanError(
-                f"{site.kind} {site.block} at {site.path} is not a site of this model, or was removed already; "
+                f"{site} at {site.path} is not a site of this model, or was removed already; "
                 "hetdpt.sites(model) lists those that are left"
             )
         require_removable(*left[site])

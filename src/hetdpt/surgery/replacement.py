@@ -98,7 +98,7 @@ def why_not_removable(handle: Handle, style: Style) -> str | None:
         )
     if style.is_per_position and handle.images_at:
         return (
-            f"{site.kind} {site.block} has tokens before images, (N, B, D), so values cannot be fitted per position; "
+            f"{site} has tokens before images, (N, B, D), so values cannot be fitted per position; "
             f"{_advise(other for other in _others(style) if other.fit)}, or a model with batch_first=True"
         )
     return None

@@ -14,8 +14,8 @@ from hetdpt.adapters.trace import dry_run, trace
 from hetdpt.core.errors import ModelError, first_line
 from hetdpt.core.modules import clone
 from hetdpt.core.styles import STYLES
+from hetdpt.surgery.arrange import arrange_, with_all_tokens
 from hetdpt.surgery.record import RECORD, InputSize, Record, record_of, refuse_gated, with_layout
-from hetdpt.surgery.tail import arrange_, with_all_tokens
 
 
 def resize_(model: nn.Module, size: int | tuple[int, int]) -> nn.Module:

@@ -43,7 +43,7 @@ from hetdpt.results import (
     Split,
 )
 from hetdpt.selection.damage import damage_of_each, tail_among
-from hetdpt.selection.goal import longest_tail
+from hetdpt.selection.goal import RemovalTarget, longest_tail
 from hetdpt.selection.predictor.allocate import allocate, frontier, surface
 from hetdpt.selection.predictor.polynomial import Predictor, Row, fit_predictor
 from hetdpt.selection.predictor.pricing import measure_prices
@@ -84,7 +84,10 @@ class AnalyseStage(Stage[AnalyseResult]):
             model, removal=config.removal, batch=config.batch, trim=config.trim, progress=context.progress
         )
         prices = prices.with_tail(free_tail(context, prices) if config.tail_goal else config.tail or 0)
-        _require_reach(config, prices)
+        if config.priced_goal:
+            target_of(config, model, prices)  # refuses one that is out of reach
+        else:
+            _require_reach(config, prices)
         return AnalyseResult(
             model=config.model,
             **asdict(machine_of(weight.device)),
@@ -131,6 +134,14 @@ def free_tail(context: RunContext, prices: Prices) -> int:
     tail = int(broadcast_(torch.tensor(tail, device=context.device)).item())  # the same in all processes
     context.note(f"tail: {counted(tail, 'block')}, by the damage of tails and of layers for what they save")
     return tail
+
+
+def target_of(config: RunConfig, model: nn.Module, prices: Prices) -> RemovalTarget:
+    """Return how much layers, and a tail if it may be chosen, have to save for the one goal of ``config``."""
+    base = ready(model, config.removal)
+    sites = [site for site in removable(base) if getattr(prices, site.kind)[site.block] is not None]  # before a tail
+    longest = longest_tail(base) if config.has_free_tail else 0
+    return RemovalTarget.priced(config.with_numbers(prices.dense).target, sites, prices, longest)
 
 
 def _cost(prices: Prices, plan: Plan) -> float:

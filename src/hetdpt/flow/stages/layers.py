@@ -7,18 +7,20 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from hetdpt.core.format import fewer_tokens, percent
+from hetdpt.core.goals import show
 from hetdpt.core.modules import clone
-from hetdpt.core.plan import Budget, Plan
+from hetdpt.core.plan import Budget, Plan, Site, Tail
 from hetdpt.core.tokens import read_tokens
 from hetdpt.export.saved import load, save
 from hetdpt.flow.config import RunConfig
 from hetdpt.flow.resumable import recover_into, select_into
-from hetdpt.flow.stages.budget import HOW
+from hetdpt.flow.stages.budget import HOW, target_of
 from hetdpt.flow.stages.stage import DATA, MODEL, RunContext, Stage, StageEstimate
 from hetdpt.measurement.agreement import relative_difference
 from hetdpt.reduce.tokens.reduce import reduce_tokens_
 from hetdpt.results import (
     AllocateResult,
+    AnalyseResult,
     BalanceResult,
     ChosenLayer,
     MergeResult,
@@ -27,6 +29,7 @@ from hetdpt.results import (
     SelectResult,
     from_json,
 )
+from hetdpt.selection.goal import RemovalTarget
 from hetdpt.selection.importance import Picked
 from hetdpt.selection.methods import method_called
 from hetdpt.store.metrics import EPOCH, METRICS, Metrics
@@ -48,18 +51,21 @@ class SelectStage(Stage[SelectResult]):
     """Choose the layers to remove (paper, stage 1 step 2)."""
 
     name, result = "select", SelectResult
-    settings = (*SEARCH, "layers", "budget")
-    inputs = (MODEL, DATA, "allocate", "balance")
+    settings = (*SEARCH, "layers", "budget", "priced_goal", "has_free_tail")
+    inputs = (MODEL, DATA, "analyse", "allocate", "balance")
     by_all = True
 
     def run(self, context: RunContext) -> SelectResult:
         config, picks, budget = context.config, list[ChosenLayer](), _budget(context)
+        analysis = context.of(AnalyseResult)
         if budget in (0, Budget(0, 0)):  # width meets the whole goal
             return SelectResult(config.method, Plan(removal=config.removal, tail=context.tail))
 
         def watch(pick: Picked) -> None:
-            picks.append(ChosenLayer(pick.site.kind, pick.site.block, pick.score))
-            context.note(f"layer {len(picks)} to remove: {pick.site.kind} {pick.site.block} (score {pick.score:.4g})")
+            picks.append(_chosen(pick, analysis.blocks))
+            count = len([one for one in picks if one.kind != "tail"])
+            what = f"layer {count} to remove" if isinstance(pick.move, Site) else "in place of a layer"
+            context.note(f"{what}: {pick.move} (score {pick.score:.4g})")
 
         context.directory.mkdir(exist_ok=True)
         plan = select_into(
@@ -73,6 +79,8 @@ class SelectStage(Stage[SelectResult]):
             overwrite=True,
             watch=watch,
         )
+        if config.priced_goal:
+            context.note(f"predicted: {show(analysis.prices.measures(plan))}")
         return SelectResult(config.method, plan, tuple(picks))
 
     def estimate(self, trials: Trials) -> StageEstimate:
@@ -81,21 +89,30 @@ class SelectStage(Stage[SelectResult]):
             return StageEstimate(stage=self.name, text="no layers: width meets the whole goal")
         seconds, training = trials.selection(method_called(config.method), trials.layers)
         how = f"a search of {training}" if training else f"{config.images} training images"
-        about = "about " if trials.is_guess else ""
+        about, tails = "about " if trials.is_guess else "", ", or tails," if config.has_free_tail else ""
         return StageEstimate(
             stage=self.name,
-            text=f"{about}{trials.layers} layers by {config.method}, {how}",
+            text=f"{about}{trials.layers} layers{tails} by {config.method}, {how}",
             updates=training.updates if training else 0,
             seconds=seconds,
             most=training.checkpoints if training else 0,
         )
 
 
-def _budget(context: RunContext) -> Budget | int:
-    """Return how many layers to remove: of each kind where that is given or allocated, else in all."""
+def _chosen(pick: Picked, blocks: int) -> ChosenLayer:
+    move = pick.move
+    if isinstance(move, Tail):
+        return ChosenLayer("tail", blocks - move.length, pick.score)
+    return ChosenLayer(move.kind, move.block, pick.score)
+
+
+def _budget(context: RunContext) -> Budget | int | RemovalTarget:
+    """Return how many layers to remove: of each kind where that is given or allocated, else in all, or for a goal."""
     config = context.config
     if config.budget is not None:
         return Budget(*config.budget)
+    if config.priced_goal:
+        return target_of(config, context.model, context.of(AnalyseResult).prices)
     if not config.is_split:
         return config.layers or 0
     return context.of(BalanceResult).budget if config.is_balanced else context.of(AllocateResult).budget

@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 MODEL, DATA, SAMPLES = GIVEN = "model", "data", "samples"  # inputs that are not stages
 EVERY_STAGE = "every stage"  # before it, as inputs
+DERIVED = ("sampled_layers", "tail_goal", "priced_goal", "has_free_tail")
+"""Properties of the configuration by which a stage is known, in place of the settings that they are made of."""
 R = TypeVar("R")
 
 
@@ -172,7 +174,7 @@ class Stage(ABC, Generic[R]):
     name: ClassVar[str]
     result: type[R]
     settings: ClassVar[tuple[str, ...]] = ()
-    """Fields of the configuration that change the result, and ``sampled_layers``."""
+    """Fields of the configuration that change the result, and the names in ``DERIVED``."""
     inputs: ClassVar[tuple[str, ...]] = ()
     """Names of the stages whose results it uses, and of inputs that are not stages."""
     by_all: ClassVar[bool] = False
@@ -194,7 +196,7 @@ class Stage(ABC, Generic[R]):
 
     def asked_of(self, config: RunConfig, known_by: Mapping[str, Any]) -> Asked:
         """Return the settings and inputs that decide the result, as far as they are known, as plain JSON."""
-        derived = {"sampled_layers": config.sampled_layers, "tail_goal": config.tail_goal}
+        derived = {name: getattr(config, name) for name in DERIVED}
         values = asdict(config) | {"device": find_device(config.device).type} | derived
         settings = {name: values[name] for name in self.settings}
         return {"settings": settings, "inputs": {name: known_by[name] for name in known_by if self._uses(name)}}

@@ -82,6 +82,8 @@ def _goal(context: RunContext) -> GoalResult:
     text = "; ".join(GOALS[name].shortfall(_value(name, reached), goals[name]) for name in missed)
     if config.plus:
         return GoalResult(goals, False, f"{text}; width meets a goal within 2 %, so set it a little higher")
+    if config.priced_goal:
+        return GoalResult(goals, False, f"{text}; layers were chosen by predicted costs, so set it a little higher")
     further = _next(context, wanted, reached) if config.is_split else None
     hint = f"next: {budget_text(further.budget)}" if further else ""
     return GoalResult(goals, False, f"{text}; {hint or 'no other budget meets it'}", further)

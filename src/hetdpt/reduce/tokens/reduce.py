@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,18 +24,18 @@ from hetdpt.core.plan import KINDS, Plan
 from hetdpt.core.tokens import Tokens
 from hetdpt.reduce.tokens.half_blocks import STEP, Replacements, TokenStep, run_block
 from hetdpt.reduce.tokens.methods import TokenMethod, merge_alike, propagate
+from hetdpt.surgery.arrange import kept_of
 from hetdpt.surgery.gate import gates_of
 from hetdpt.surgery.kept import connect_
+from hetdpt.surgery.map_calls import guard_maps_
 from hetdpt.surgery.record import RECORD, InputSize, Record, is_whole, layout_of, record_of, survey_of, with_layout
-from hetdpt.surgery.tail import kept_of, require_trimmable
+from hetdpt.surgery.tail import require_trimmable
 
 TOKEN_METHODS = {
     "tome": TokenMethod(merge_alike),
     "gtp": TokenMethod(propagate, needs_map=True),
 }
 """The implementations of the rows of ``TOKEN_PAPERS``."""
-MAP_CALLS = ("forward_intermediates", "get_intermediate_layers")
-"""Methods of timm's models that reshape the tokens between blocks to images."""
 
 
 def reduce_tokens_(model: nn.Module, tokens: Tokens, input_size: InputSize | None = None) -> nn.Module:
@@ -56,20 +56,19 @@ def reduce_tokens_(model: nn.Module, tokens: Tokens, input_size: InputSize | Non
     """
     record = record_of(model) or Record(survey_of(model, input_size), Plan())
     _require_reducible(model, record)
-    record = with_layout(model, record, "tokens can be reduced")
+    record = replace(with_layout(model, record, "tokens can be reduced"), tokens=tokens)
     layout = layout_of(record)
     if record.is_trimmed:
-        require_trimmable(replace(record, tokens=tokens))
+        require_trimmable(record)
     if layout.crowded:
         raise ModelError(
             f"{layout.crowded} cannot reduce tokens: it takes other inputs too, such as an embedding of their "
             "positions, which merged tokens do not have"
         )
     steps = _steps(model, record, tokens, layout)
-    _put(probe := clone(model), steps)
+    _put(probe := clone(model), record, steps)
     _require_same_shapes(model, probe, record.survey.input_size)
-    _put(model, steps)
-    vars(model)[RECORD] = replace(record, tokens=tokens)
+    _put(model, record, steps)
     return model
 
 
@@ -79,11 +78,9 @@ def restore_tokens_(model: nn.Module) -> nn.Module:
         if isinstance(module._modules.get(STEP), TokenStep):
             del module._modules[STEP], vars(module)["forward"]
             connect_(module)
-        for name in MAP_CALLS:
-            if isinstance(vars(module).get(name), _Refusal):
-                del vars(module)[name]
     if record := record_of(model):
         vars(model)[RECORD] = replace(record, tokens=None)
+        guard_maps_(model)
     return model
 
 
@@ -92,9 +89,11 @@ def _steps(model: nn.Module, record: Record, tokens: Tokens, layout: TokenLayout
     parts = {(h.owner, h.site.kind): h.parts for h in record.survey.handles}
     blocks = [h for h in record.survey.handles if h.site.kind == "attention"]
     left = [h for h in record.left if h.site.kind == "attention"]
-    if not left:
-        raise ModelError("no block of this model has attention, which reducing tokens needs")
-    steps, method, stop = {}, TOKEN_METHODS[tokens.method], kept_of(record)[0]
+    stop = kept_of(record)[0]
+    if not any(handle.site.block < stop for handle in left):
+        where = "that updates all its tokens " if left else ""
+        raise ModelError(f"no block of this model {where}has attention, which reducing tokens needs")
+    steps, method = {}, TOKEN_METHODS[tokens.method]
     for handle, count in zip(left, tokens.amounts(len(left)), strict=True):
         if handle.site.block > stop:
             break
@@ -124,28 +123,13 @@ def _replacements(parts: Parts, owner: str) -> Replacements:
     )
 
 
-@dataclass(frozen=True)
-class _Refusal:
-    """Replaces a method that would mistake the remaining tokens for all of them."""
-
-    name: str
-
-    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise ModelError(
-            f"{self.name} reshapes all tokens of a block to images, but a model that reduces tokens does not have them "
-            "all; call restore_tokens_(model) before"
-        )
-
-
-def _put(model: nn.Module, steps: dict[str, TokenStep]) -> None:
-    for module in model.modules():
-        for name in MAP_CALLS:
-            if name in dir(type(module)):
-                vars(module).setdefault(name, _Refusal(name))
+def _put(model: nn.Module, record: Record, steps: dict[str, TokenStep]) -> None:
     for path, step in steps.items():
         block = model.get_submodule(path)
         block.add_module(STEP, step.train(block.training))
         vars(block)["forward"] = partial(run_block, block)
+    vars(model)[RECORD] = record
+    guard_maps_(model)
 
 
 def _require_same_shapes(model: nn.Module, reduced: nn.Module, input_size: InputSize) -> None:

@@ -37,11 +37,11 @@ from hetdpt.reduce.width.scores import (
 )
 from hetdpt.reduce.width.search import RUNGS, RatioSearch, Timing
 from hetdpt.reduce.width.shapes import cut_, mark_narrowed_
+from hetdpt.surgery.arrange import arrange_, take_off_, with_all_tokens
 from hetdpt.surgery.fit_tail import fit_tail_
 from hetdpt.surgery.merge import merge_
 from hetdpt.surgery.record import InputSize, record_of, require_record
 from hetdpt.surgery.remove import place_
-from hetdpt.surgery.tail import arrange_, take_off_, with_all_tokens
 
 Batches = Iterable[Any]
 """Images (B, C, H, W), or pairs of them and their labels (B,)."""

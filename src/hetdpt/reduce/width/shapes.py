@@ -18,9 +18,9 @@ from hetdpt.adapters.attention import NAMES
 from hetdpt.adapters.trace import dry_run
 from hetdpt.core.errors import FileError, ModelError, first_line
 from hetdpt.core.gates import Constant
+from hetdpt.surgery.arrange import arrange_, take_off_
 from hetdpt.surgery.kept import STEP
 from hetdpt.surgery.record import RECORD, require_record
-from hetdpt.surgery.tail import arrange_, take_off_
 
 Place = tuple[str, int]
 """A tensor by name, and one of its axes."""

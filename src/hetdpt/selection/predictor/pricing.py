@@ -17,10 +17,10 @@ from hetdpt.measurement.speed import latency_table
 from hetdpt.results import KEPT_FIELDS, KeptBlock, Price, Prices
 from hetdpt.selection.predictor.allocate import Allocation, allocate
 from hetdpt.selection.predictor.polynomial import Row, fit_predictor
+from hetdpt.surgery.arrange import with_all_tokens
 from hetdpt.surgery.merge import merge_
 from hetdpt.surgery.record import InputSize, layout_of, require_record
 from hetdpt.surgery.remove import ready, removable, without
-from hetdpt.surgery.tail import with_all_tokens
 
 
 def split_layers(
