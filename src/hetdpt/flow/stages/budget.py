@@ -97,6 +97,7 @@ class AnalyseStage(Stage[AnalyseResult]):
             params=costs.params,
             macs=costs.macs,
             prices=prices,
+            metric=data.metric,
         )
 
     def estimate(self, trials: Trials) -> StageEstimate:
