@@ -114,7 +114,8 @@ def recover(
         merge_(student)
     opened = data if isinstance(data, Data) else open_data(str(data))
     taught = _teaching(student, teacher, config, accelerator)
-    require_labels(opened, taught[0])
+    if not opened.is_labelled:
+        require_no_labels(opened.name, taught[0])
     batches, validation = _batches(student, training_data(opened, config)[0], config, accelerator, workers)
     objective = Objective(student, config.training, *taught)
     if config.cache_teacher and objective.teacher is not None:
@@ -167,17 +168,17 @@ def training_data(data: Data, config: RecoverConfig) -> tuple[Data, str]:
     return data, f"{count} validation images{why}"
 
 
-def require_labels(data: Data, distillation: Distillation, where: str = "") -> None:
-    """Raise ``TrainError`` if labels count in the loss, but ``data`` has none; ``where`` begins names of settings."""
-    if data.is_labelled or not distillation.needs_labels:
+def require_no_labels(data: str, distillation: Distillation, where: str = "") -> None:
+    """Raise ``TrainError`` if labels count in the loss, which ``data`` has not; ``where`` begins names of settings."""
+    if not distillation.needs_labels:
         return
     if distillation.kind == "none":
         raise TrainError(
-            f"training without a teacher needs labels, but {data.name} has none; give a folder with train/ and val/, "
+            f"training without a teacher needs labels, but {data} has none; give a folder with train/ and val/, "
             f"each with a folder per class, or set {where}distillation.kind to soft and give the teacher"
         )
     raise TrainError(
-        f"labels have a weight of {1 - distillation.alpha:.2g} in the loss, but {data.name} has none; set "
+        f"labels have a weight of {1 - distillation.alpha:.2g} in the loss, but {data} has none; set "
         f"{where}distillation.alpha to 1 (--alpha 1)"
     )
 
