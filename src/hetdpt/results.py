@@ -403,6 +403,8 @@ class AnalyseResult(Machine):
     params: int
     macs: int
     prices: Prices
+    metric: str = "accuracy"
+    """What accuracies of this run are: agreement with the dense model where images have no labels."""
 
     def __str__(self) -> str:
         return f"{percent(self.accuracy.top1)} of {self.accuracy.count} images, {self.blocks} blocks"
@@ -611,6 +613,13 @@ class RecoverResult:
     images_per_second: float
     unreadable: tuple[str, ...] = ()
     """Files that could not be read."""
+    measured_on: str = "validation images"
+    """Which images the accuracies are of."""
+
+    @property
+    def is_held_out(self) -> bool:
+        """Whether these are training images that were held out."""
+        return "training" in self.measured_on
 
     def __str__(self) -> str:
         after = f"{percent(self.last)} after {counted(self.epochs[-1].number, 'epoch')}"
@@ -795,7 +804,10 @@ class GoalResult:
 
 @dataclass(frozen=True, kw_only=True)
 class RunSummary:
-    """The outcome of a run, as in ``summary.json``; accuracies in percent of the validation images."""
+    """The outcome of a run, as in ``summary.json``; accuracies in percent of the validation images.
+
+    Where images have no labels, ``metric`` says what they are instead.
+    """
 
     dense_accuracy: float
     pruned_accuracy: float
@@ -831,6 +843,7 @@ class RunSummary:
     """Time of all stages."""
     model: str
     data: str
+    metric: str = "accuracy"
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as plain JSON."""

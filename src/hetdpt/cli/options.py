@@ -145,6 +145,28 @@ class DataOptions(PlaceOptions, panel="Data"):
 
         return open_data(self.data, **self.place, **more)
 
+    def open_labelled(
+        self, dense: nn.Module | None, config: RecoverConfig, processes: Any, display: Display, workers: int
+    ) -> Data:
+        """Return the data; a folder of images without labels is labelled by the model ``dense``, and a line says so."""
+        from hetdpt.data.images import is_unlabelled
+        from hetdpt.flow.unlabelled import PREDICTING, note_on, open_any
+        from hetdpt.training.recover import require_no_labels
+
+        if not is_unlabelled(self.data, self.data_root):
+            with processes.local_main_process_first():  # one of them downloads
+                return self.open_data()
+        if dense is None:
+            raise TrainError(
+                f"{self.data} has images without labels, which only hetdpt run, recover and oneshot can use; give a "
+                "folder with train/ and val/, each with a folder per class"
+            )
+        require_no_labels(self.data, config.distillation)
+        reading: dict[str, Any] = {"workers": workers, "progress": display.counter(PREDICTING)}
+        data = open_any(self.data, dense.to(processes.device), **self.place, **reading)
+        display.say(note_on(data))
+        return data
+
 
 class ReadingOptions(Options, panel="Data"):
     """How images are read, where that is no setting of a training."""

@@ -167,7 +167,7 @@ def _print(found: RunSummary, out: Path) -> None:
 
 
 def _table(found: RunSummary, record: RunRecord) -> Any:
-    rows = table("results", "", "accuracy", "params", "MACs", "of a batch", "speedup")
+    rows = table("results", "", found.metric, "params", "MACs", "of a batch", "speedup")
     models: list[tuple[Any, ...]] = [
         ("dense", found.dense_accuracy, found.dense_params, found.dense_macs, found.dense_ms, 1.0)
     ]

@@ -116,7 +116,11 @@ def print_summary(directory: Path, metric: str, was_done: bool, as_json: bool) -
     if was_done:
         click.echo(f"{directory} is already done")
     names = [name for name in ("start", "last", "best", "ema") if summary[name] is not None]
-    click.echo(f"{metric}: " + ", ".join(f"{name} {percent(summary[name])}" for name in names))
+    metric, where = summary.get("metric", metric), f" of {summary['measured_on']}" if "measured_on" in summary else ""
+    click.echo(f"{metric}{where}: " + ", ".join(f"{name} {percent(summary[name])}" for name in names))
+    if found := summary.get("validation"):
+        interval = f"95 % interval {found['low']:.1f} to {found['high']:.1f}"
+        click.echo(f"{metric} of {found['count']} validation images: best {percent(found['top1'])} ({interval})")
     if "scores" in summary:
         click.echo(score_line(summary["scores"]))
     warn_of(summary["unreadable"])

@@ -101,10 +101,14 @@ class RecoverOptions(TrainOptions, TrimOptions):
 def recover(options: RecoverOptions) -> None:
     """Fine-tune a pruned model with the dense model as its teacher, then merge and save it."""
     from hetdpt.core.randomness import seeded
+    from hetdpt.data.images import is_unlabelled
     from hetdpt.export.saved import open_model, saved_directory
     from hetdpt.flow.resumable import CALIBRATION
 
-    config = options.recovery({"augmentation.fixed_views": True} if options.cache_teacher else None)
+    more: dict[str, Any] = {"augmentation.fixed_views": True} if options.cache_teacher else {}
+    if options.alpha is None and is_unlabelled(options.data, options.data_root):
+        more["distillation.alpha"] = 1.0
+    config = options.recovery(more)
     if options.teacher_weights is not None and options.teacher is None:
         raise TrainError("--teacher-weights needs a teacher; add --teacher MODEL")
     is_saved = saved_directory(options.model) is not None  # so that it has sizes, and the options are the teacher's
@@ -144,17 +148,18 @@ def _recover(
     out, removal = options.out, dict[str, Any]() if plan is None else {"plan": plan, "calibration": calibration}
     was_done = (out / SUMMARY).is_file()
     is_resumed = (out / CHECKPOINTS).is_dir() and not was_done
-    with start(config.training.precision, options.device).local_main_process_first():  # one of them downloads
-        data = options.open_data()
+    processes = start(config.training.precision, options.device)
     with options.live() as display:
+        data = options.open_labelled(teacher, config, processes, display, options.worker_count)
         if trims and (why_not := trim_if_possible_(place_(clone(student), plan) if plan else clone(student))):
             display.say(why_not)
         more = {"tensorboard": options.tensorboard, "watch": display.training, "trims": trims, **removal}
+        more["validates"] = True
         for epoch in recover_into(out, student, teacher, data, config, options.execution(display), **more):
             if is_resumed:
                 display.say(f"resuming {out}")
                 is_resumed = False
-            display.say(epoch_line(epoch))
+            display.say(epoch_line(epoch, data.metric))
     print_summary(out, "accuracy", was_done, options.as_json)
 
 

@@ -41,9 +41,32 @@ def open_images(name: str, *, root: Path | None = None, download: bool = False) 
     return Listed(tuple(classes), [numbers[inner] for inner in folders], partial(_read, files), files.__getitem__)
 
 
+def is_unlabelled(name: str, root: Path | None = None) -> bool:
+    """Whether the data called ``name`` is a folder of images without labels.
+
+    Such a folder has neither of the splits ``train`` and ``val``, or its ``train`` has images and no folders in it.
+    """
+    folder = (root or Path()) / name
+    if not name or source_of(name).prefix or not folder.is_dir():
+        return False
+    if (train := _split_in(folder, "train")) is None:
+        return _split_in(folder, "val") is None and next(_images_below(folder), None) is not None
+    inner = [one for one in train.iterdir() if not one.name.startswith(".")]
+    return any(is_image(one.name) for one in inner) and not any(one.is_dir() for one in inner)
+
+
+def is_image(file: str) -> bool:
+    """Whether a file of this name is taken for an image."""
+    return file.lower().endswith(EXTENSIONS) and not file.startswith(".")
+
+
+def _split_in(folder: Path, split: str) -> Path | None:
+    return next((folder / name for name in SPLITS[split] if (folder / name).is_dir()), None)
+
+
 def images_in(folder: Path) -> list[str]:
     """Return the images in ``folder``, or in its split ``train`` if it has one, by name; ``DataError`` without any."""
-    place = next((folder / split for split in SPLITS["train"] if (folder / split).is_dir()), folder)
+    place = _split_in(folder, "train") or folder
     files = sorted(_images_below(place))
     if not files:
         raise DataError(f"{place} has no images; files that end in {', '.join(EXTENSIONS)} were expected")
@@ -55,7 +78,7 @@ def _images_below(folder: Path) -> Iterator[str]:
     for place, folders, files in os.walk(folder, followlinks=True):
         folders[:] = [inner for inner in folders if not inner.startswith(".")]
         for file in files:
-            if file.lower().endswith(EXTENSIONS) and not file.startswith("."):
+            if is_image(file):
                 yield str(Path(place) / file)
 
 

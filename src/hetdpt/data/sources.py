@@ -17,6 +17,8 @@ from hetdpt.data.folders import SPLITS
 from hetdpt.data.streams import Stream
 from hetdpt.data.table import source_of
 
+ACCURACY, AGREEMENT = "accuracy", "agreement with the dense model"
+
 
 class Source(Protocol):
     """One split: images with labels, each read when it is accessed."""
@@ -48,6 +50,14 @@ class Data:
     train: Source | Stream | None
     val: Source | Stream | None
     num_classes: int
+    metric: str = ACCURACY
+    """What the part of images is called whose label a model predicts; ``AGREEMENT`` if the dense model labelled them.
+    """
+
+    @property
+    def is_labelled(self) -> bool:
+        """Whether labels were given with the images."""
+        return self.metric == ACCURACY
 
     @cached_property
     def identity(self) -> dict[str, Any]:
@@ -66,7 +76,7 @@ class Data:
 
 
 def _checksum(data: Data) -> str:
-    """Return a checksum of the names of classes and images, and of the labels, of both splits."""
+    """Return a checksum of the names of classes and images, and of the labels if they were given, of both splits."""
     found = hashlib.sha256()
     for split in (data.train, data.val):
         if split is None:
@@ -75,7 +85,8 @@ def _checksum(data: Data) -> str:
         if isinstance(split, Stream):
             found.update(str((split.shards, split.lengths)).encode())
         else:
-            found.update(np.asarray(split.targets(), dtype=np.int64).tobytes())
+            if data.is_labelled:  # otherwise the device that predicted them may have changed one
+                found.update(np.asarray(split.targets(), dtype=np.int64).tobytes())
             found.update("\n".join(Path(split.name_of(index)).name for index in range(len(split))).encode())
     return found.hexdigest()
 

@@ -17,6 +17,7 @@ from hetdpt.core.goals import BOUNDS, GOALS, GoalFields, Wanted, require_pruning
 from hetdpt.core.plan import Plan, Removal, require_class_token
 from hetdpt.core.styles import STYLES, ClassTokenChoice
 from hetdpt.core.tokens import read_tokens
+from hetdpt.data.images import is_unlabelled
 from hetdpt.data.table import DEMO
 from hetdpt.export.runtimes import EXPORTS, ExportRuntime, require_runtimes
 from hetdpt.flow.recipes import quick
@@ -243,7 +244,7 @@ class RunConfig(GoalFields):
 
         A file (.toml, .yaml or .yml) has the names of the fields, tables for ``collection``, ``search`` and
         ``recovery``, and may name a ``recipe``; one given here replaces that, and ``quick`` is the default. Names in
-        ``changes`` have dots. TOML cannot say null; YAML can.
+        ``changes`` have dots. TOML cannot say null; YAML can. With images without labels, alpha is 1 by default.
 
         >>> changes = {"model": "demo", "data": "demo", "out": "runs/demo", "layers": 8, "recovery.training.epochs": 2}
         >>> RunConfig.resolve(changes=changes).recovery.training.epochs
@@ -257,6 +258,8 @@ class RunConfig(GoalFields):
         if recipe is not None and begin.keys() <= written.keys():
             raise TrainError(f"{file} sets all that the recipe {recipe} would set; leave one of them out")
         given = written | _by_name(changes or {})
+        if is_unlabelled(str(given.get("data") or ""), Path(given["data_root"]) if given.get("data_root") else None):
+            begin |= {f"{part}.distillation.alpha": 1.0 for part in ("collection", "search", "recovery")}
         missing = [name for name in NEEDED if given.get(name) is None]
         types = setting_types(cls)
         values = {name: checked(types, name, value, [RECIPE]) for name, value in given.items() if name not in missing}

@@ -17,24 +17,33 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hetdpt.adapters.preprocessing import preprocessing_of
 from hetdpt.core.errors import PlanError
 from hetdpt.core.modules import bytes_of, checked, clone, digest, require_more_than_once
 from hetdpt.core.plan import Plan, with_class_token
 from hetdpt.core.progress import StageProgress
-from hetdpt.export.saved import RECIPE, save
+from hetdpt.data.fixed_batches import ImageBatches
+from hetdpt.data.sources import Data
+from hetdpt.export.saved import RECIPE, load, save
 from hetdpt.flow.execution import Execution
+from hetdpt.flow.resumable import recover_into
+from hetdpt.measurement.accuracy import evaluate
 from hetdpt.measurement.agreement import Damage, measure_damage
 from hetdpt.measurement.costs import Costs
 from hetdpt.measurement.speed import ThroughputComparison, measure_throughput
+from hetdpt.results import from_json
 from hetdpt.selection.damage import GreedyChoice, choose
 from hetdpt.selection.goal import OneShotConfig, RemovalTarget
-from hetdpt.store.atomic import require_new
-from hetdpt.store.run_directory import Run
+from hetdpt.store.atomic import parse_json, require_new
+from hetdpt.store.config_diff import flat
+from hetdpt.store.run_directory import Run, summary_of
 from hetdpt.surgery.calibrate import remove_
 from hetdpt.surgery.merge import merge_
 from hetdpt.surgery.record import InputSize, record_of, require_record
 from hetdpt.surgery.remove import prune_, settled_removal
 from hetdpt.surgery.tail import trim_if_possible_
+from hetdpt.training.recover import RecoverConfig, require_no_labels
+from hetdpt.training.trainer import Epoch
 
 PLAN_FILE, ONESHOT_FILE = "plan.json", "oneshot.json"
 ATTEMPTS = 3  # at a speedup, each with more layers than the one before
@@ -52,6 +61,26 @@ class OneShotStep:
     wanted: float
 
 
+@dataclass(frozen=True, kw_only=True)
+class OneShotRecovery:
+    """What a recovery without labels made of a model; damage and agreement are of images that were not trained on."""
+
+    damage_before: float
+    damage_after: float
+    agreement_before: float
+    """Images in percent that get the class that the dense model predicts."""
+    agreement_after: float
+    images: int
+    """To measure these on."""
+    trained_on: int
+    epochs: int
+    best_epoch: int
+    """Whose model was kept; 0 is the one before training."""
+    measured_on: str
+    """The images that decided which epoch is the best."""
+    seconds: float
+
+
 @dataclass(frozen=True)
 class OneShotResult:
     """The result of a removal in one shot, as in ``oneshot.json``."""
@@ -61,7 +90,7 @@ class OneShotResult:
     choices: tuple[GreedyChoice, ...]
     """In the order in which they were chosen."""
     damage: float
-    """Of the saved model, in ``damage_unit``."""
+    """Of the model before any training, in ``damage_unit``."""
     damage_unit: str
     costs: dict[str, Costs]
     """Of ``dense`` and ``pruned``."""
@@ -72,6 +101,8 @@ class OneShotResult:
     seconds: float
     notes: tuple[str, ...] = ()
     """Sentences for the user, such as why it is not trimmed."""
+    recovery: OneShotRecovery | None = None
+    """What training made of it; None without."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1)
@@ -132,6 +163,78 @@ def oneshot_into(
         save(deepcopy(models["pruned"]).cpu(), directory, overwrite=overwrite, notes=notes)
         run.discard()
     return found
+
+
+def oneshot_recovered_into(
+    directory: str | Path,
+    model: nn.Module,
+    batches: Iterable[Tensor],
+    judge: Iterable[Tensor],
+    data: Data,
+    config: OneShotConfig,
+    recovery: RecoverConfig,
+    execution: Execution | None = None,
+    *,
+    overwrite: bool = False,
+    watch: Callable[[OneShotStep | Epoch], None] | None = None,
+) -> OneShotResult:
+    """Remove layers as ``oneshot_into``, train the model with the dense ``model`` as its teacher, and save the best.
+
+    ``data`` are images labelled by the dense model (``unlabelled.labelled_by``). Until ``directory`` is written, the
+    model before training and the checkpoints are in ``recovery_of(directory)``, from which a killed call resumes.
+    """
+    directory, execution = Path(directory), execution or Execution()
+    require_new(directory, overwrite, RECIPE)
+    require_no_labels(data.name, recovery.distillation)
+    seen = {"calibration": _ImagesSeen.of(batches, model), "judge": _ImagesSeen.of(judge, model)}
+    run = Run.open(recovery_of(directory), {**_asked(model, config, seen), **data.facts(), **flat(asdict(recovery))})
+    removed, trained = run.directory / "removed", run.directory / "trained"
+    with run.alone():
+        if run.checkpoints.latest() is None:
+            oneshot_into(
+                removed, model, batches, judge, config, overwrite=True, watch=watch, progress=execution.progress
+            )
+            run.checkpoints.keep({"is_removed": True})  # from now on other settings are refused
+        file = removed / ONESHOT_FILE
+        found = from_json(OneShotResult, parse_json(file.read_text(encoding="utf-8")), file)
+        follow = execution.watcher("recovering")
+        for epoch in recover_into(
+            trained, load(removed), model, data, recovery, execution, trims=config.trim, watch=follow
+        ):
+            if watch:
+                watch(epoch)
+        found = replace(found, recovery=_recovered(model, data, removed, trained, execution))
+        notes = {PLAN_FILE: f"{found.plan.to_json()}\n", ONESHOT_FILE: f"{found.to_json()}\n"}
+        save(load(trained / "best"), directory, overwrite=overwrite, notes=notes)
+        run.discard()
+    return found
+
+
+def _recovered(model: nn.Module, data: Data, removed: Path, trained: Path, execution: Execution) -> OneShotRecovery:
+    """Return what training made of the model in ``removed``: measured on ``data.val``, which decided nothing."""
+    assert data.train is not None
+    assert data.val is not None
+    summary, device = summary_of(trained), next(model.parameters()).device
+    images = ImageBatches(data.val, preprocessing_of(model), count=len(data.val), workers=execution.workers)
+    measured = {}
+    for name, place in {"before": removed, "after": trained / "best"}.items():
+        one = load(place).to(device)
+        measured[f"damage_{name}"] = measure_damage(model, one, images)
+        measured[f"agreement_{name}"] = evaluate(one, data, workers=execution.workers).top1
+    return OneShotRecovery(
+        **measured,
+        images=len(data.val),
+        trained_on=len(data.train),
+        epochs=summary["epochs"],
+        best_epoch=summary["best_epoch"],
+        measured_on=summary["measured_on"],
+        seconds=summary["seconds"],
+    )
+
+
+def recovery_of(directory: Path) -> Path:
+    """Return where a recovery is kept until ``directory`` is written."""
+    return Path(f"{directory}.recovery")
 
 
 def partial_of(directory: Path) -> Path:

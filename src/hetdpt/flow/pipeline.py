@@ -25,12 +25,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import nn
 
 from hetdpt.core.errors import PlanError
+from hetdpt.core.progress import StepProgress
 from hetdpt.core.randomness import seeded
+from hetdpt.data.images import is_unlabelled
 from hetdpt.data.sources import Data, open_data
 from hetdpt.export.saved import open_model
 from hetdpt.flow.collection.collect import read_samples
@@ -40,11 +43,13 @@ from hetdpt.flow.stages.layers import MergeStage, RecoverStage, ReduceStage, Sel
 from hetdpt.flow.stages.outcome import CompareStage, MeasureStage, ReportStage, SaveStage
 from hetdpt.flow.stages.stage import Event, RunContext, Stage, complete, identities
 from hetdpt.flow.stages.width import BalanceStage, NarrowStage
+from hetdpt.flow.unlabelled import PREDICTING, open_any
 from hetdpt.results import RunSummary
 from hetdpt.store.stage_directory import Asked, held, is_as_before
 from hetdpt.surgery.record import survey_of
 from hetdpt.surgery.remove import settled_removal
 from hetdpt.training.processes import start
+from hetdpt.training.recover import require_no_labels
 
 FLOW: tuple[Stage[Any], ...] = (
     AnalyseStage(),
@@ -87,7 +92,7 @@ def run(
     config, flow = config.located(), _flow(config, redo, until)
     processes = start(config.recovery.training.precision, config.device)
     tell = watch if watch and processes.is_main_process else lambda _: None
-    model, data = inputs or open_inputs(config)
+    model, data = inputs or open_inputs(config, partial(_show, tell))
     config = settled(config, model)
     known_by = _known_by(config, model, data)
     context = RunContext(config, model.to(processes.device), data, known_by, processes, tell)
@@ -98,6 +103,10 @@ def run(
             if stage.name == until != flow[-1].name:
                 return None
     return RunSummary.read(config.out)
+
+
+def _show(tell: Callable[[Event], None], done: int, total: int) -> None:
+    tell(Event(FLOW[0].name, "progress", PREDICTING, done, total))
 
 
 def _flow(config: RunConfig, redo: str | None, until: str | None) -> tuple[Stage[Any], ...]:
@@ -133,11 +142,17 @@ def done_before(config: RunConfig, model: nn.Module, data: Data, redo: str | Non
     return [name for name in kept if is_as_before(config.out, name, asked[name])]
 
 
-def open_inputs(config: RunConfig) -> tuple[nn.Module, Data]:
-    """Return the dense model and the data of a run."""
+def open_inputs(config: RunConfig, progress: StepProgress | None = None) -> tuple[nn.Module, Data]:
+    """Return the dense model and the data of a run; it labels images without labels, which reports ``progress``."""
     processes = start(config.recovery.training.precision, config.device)
-    with processes.local_main_process_first():  # one of them downloads
-        data = open_data(config.data, root=config.data_root, download=config.download)
+    place: dict[str, Any] = {"root": config.data_root, "download": config.download}
+    data = None
+    if is_unlabelled(config.data, config.data_root):
+        for name in ("collection", "search", "recovery"):
+            require_no_labels(config.data, getattr(config, name).distillation, f"{name}.")
+    else:
+        with processes.local_main_process_first():  # one of them downloads
+            data = open_data(config.data, **place)
     with seeded(config.recovery.training.seed):  # random weights too are the same in all processes
         model = open_model(
             config.model,
@@ -146,6 +161,9 @@ def open_inputs(config: RunConfig) -> tuple[nn.Module, Data]:
             num_classes=config.num_classes,
             img_size=config.img_size,
         )
+    if data is None:
+        model.to(processes.device)
+        data = open_any(config.data, model, **place, workers=config.workers, progress=progress)
     return model, data
 
 

@@ -19,8 +19,10 @@ from hetdpt.core.errors import FileError, HetDPTError
 from hetdpt.core.modules import clone
 from hetdpt.core.plan import Budget, Plan
 from hetdpt.data.sources import Data, open_data
+from hetdpt.data.streams import Stream
 from hetdpt.export.saved import load, save
 from hetdpt.flow.execution import Execution, fitting_images
+from hetdpt.measurement.accuracy import evaluate
 from hetdpt.selection.goal import RemovalTarget
 from hetdpt.selection.importance import Picked
 from hetdpt.selection.select import SelectConfig, select
@@ -33,7 +35,7 @@ from hetdpt.surgery.merge import merge_
 from hetdpt.surgery.remove import place_, prune_
 from hetdpt.surgery.tail import trim_if_possible_
 from hetdpt.training.processes import Accelerator, start
-from hetdpt.training.recover import RecoverConfig, recover
+from hetdpt.training.recover import RecoverConfig, recover, training_data
 from hetdpt.training.trainer import Epoch, Progress
 
 EVERY = 50  # updates between two lines of metrics.jsonl
@@ -54,6 +56,7 @@ def recover_into(
     calibration: int = CALIBRATION,
     merges: bool = True,
     trims: bool = False,
+    validates: bool = False,
     tensorboard: bool = False,
     watch: Callable[[Progress], None] | None = None,
 ) -> Iterator[Epoch]:
@@ -62,7 +65,8 @@ def recover_into(
     With a ``plan`` its layers are removed from the student first; replacements are fitted on ``calibration`` training
     images, and the student they make is saved as ``start``. With ``trims`` it is trained and saved trimmed, where
     that is possible. In the end there are saved models, merged unless ``merges`` is False: ``best``, ``last``
-    and, with a moving average, ``ema``.
+    and, with a moving average, ``ema``. The summary says on which images epochs were measured; if those are not the
+    validation images and it ``validates``, it has the scores of ``best`` on these too.
     """
     execution = execution or Execution()
     opened = data if isinstance(data, Data) else open_data(data)
@@ -99,7 +103,18 @@ def recover_into(
         keeper=run.checkpoints,
         watch=partial(write_update, run, watch),
     )
-    yield from write_epochs(run, epochs, Epoch.record, partial(_save, run.directory, merges))
+    measured_on = training_data(opened, config)[1]
+
+    def about() -> dict[str, Any]:
+        found: dict[str, Any] = {"metric": opened.metric, "measured_on": measured_on}
+        if not validates or not config.hold_out or opened.val is None or isinstance(opened.train, Stream):
+            return found
+        processes.wait_for_everyone()  # for the first to save the model
+        best = load(run.directory / "best").to(processes.device)
+        progress = execution.stage("evaluating the best model on the validation images")
+        return found | {"validation": asdict(evaluate(best, opened, workers=execution.workers, progress=progress))}
+
+    yield from write_epochs(run, epochs, Epoch.record, partial(_save, run.directory, merges), about)
 
 
 def select_into(
@@ -187,11 +202,19 @@ def load_or_make(
 
 
 def write_epochs(
-    run: Run, epochs: Iterator[One], record: Callable[[One], dict[str, Any]], save: Callable[[One], None]
+    run: Run,
+    epochs: Iterator[One],
+    record: Callable[[One], dict[str, Any]],
+    save: Callable[[One], None],
+    about: Callable[[], dict[str, Any]] = dict,
 ) -> Iterator[One]:
-    """Write the numbers and models of every epoch before yielding it, and at the end the summary of the run."""
+    """Write the numbers and models of every epoch before yielding it, and at the end the summary of the run.
+
+    ``about`` is called in all processes after the last epoch; what it returns is added to the summary.
+    """
     if not run.is_first:
         yield from epochs
+        about()
         return
     with run.alone():
         for scratch in run.directory.glob(".*"):  # which a kill has left half written
@@ -200,7 +223,7 @@ def write_epochs(
             run.metrics.write(EPOCH, **record(epoch))
             save(epoch)
             yield epoch
-        run.finish(_summary(run.metrics.read(EPOCH)))
+        run.finish({**_summary(run.metrics.read(EPOCH)), **about()})
 
 
 def write_update(run: Run, watch: Callable[[Progress], None] | None, now: Progress) -> None:

@@ -30,6 +30,7 @@ from hetdpt.results import (
     GoalResult,
     MeasureResult,
     MergeResult,
+    ModelFigures,
     NarrowResult,
     Ratio,
     SelectResult,
@@ -53,7 +54,9 @@ def title(record: RunRecord) -> str:
     measured = record.results.measure
     if not record.is_finished:
         return f"Not finished: next stage is {record.next_stage}"
-    return f"{_speed(measured.speedup)}, {_loss(measured)}" if measured else "Finished, nothing was measured"
+    if measured is None:
+        return "Finished, nothing was measured"
+    return f"{_speed(measured.speedup)}, {_loss(measured) if record.is_labelled else _agreement(measured)}"
 
 
 def _speed(found: Ratio) -> str:
@@ -70,11 +73,19 @@ def _loss(measured: MeasureResult) -> str:
     return f"{text} points {'more' if points > 0 else 'less'} accurate"
 
 
-def difference(measured: MeasureResult) -> str:
+def _agreement(measured: MeasureResult) -> str:
+    return f"{percent(measured.pruned.accuracy.top1)} agreement with the dense model"
+
+
+def difference(record: RunRecord) -> str:
     """Return the change of accuracy in images, which shows how coarse it is."""
+    measured = record.results.measure
+    assert measured is not None
     count = measured.pruned.accuracy.count
     points = measured.pruned.accuracy.top1 - measured.dense.accuracy.top1
     images = round(abs(points) * count / 100)
+    if not record.is_labelled:
+        return f"Of {count:,} images, {images:,} get another class than from the dense model."
     more = f"{images:,} {'more' if points > 0 else 'fewer'}" if images else "as many"
     return f"Of {count:,} images, {more} are right."
 
@@ -95,6 +106,8 @@ def lead(record: RunRecord) -> str:
     """Return what was done, in a sentence or two."""
     results = record.results
     text = f"The model is {record.model}, the data {record.data}."
+    if not record.is_labelled:
+        text += " No labels were used: every accuracy here is agreement with the dense model."
     if results.select is None:
         return text
     text = f"{text} Removed: {_removed(results.select, results.analyse, results.narrow)}."
@@ -120,11 +133,17 @@ def tiles(record: RunRecord) -> list[Tile]:
     kept = 100 * pruned.accuracy.top1 / dense.accuracy.top1 if dense.accuracy.top1 else None
     known = f"{percent(dense.accuracy.top1)} before", f"{percent(kept, 1)} of it kept"
     return [
-        Tile("accuracy", percent(pruned.accuracy.top1), known),
+        Tile("accuracy", percent(pruned.accuracy.top1), known) if record.is_labelled else _agreement_tile(pruned),
         Tile("measured speedup", times(speed.value), ("95 % interval", interval(speed.low, speed.high))),
         Tile("MACs", change(dense.macs, pruned.macs), _costs(dense.macs, pruned.macs)),
         Tile("parameters", change(dense.params, pruned.params), _costs(dense.params, pruned.params)),
     ]
+
+
+def _agreement_tile(pruned: ModelFigures) -> Tile:
+    scores = pruned.accuracy
+    about = "with the dense model; no labels", f"95 % interval {interval(scores.low, scores.high)}"
+    return Tile("agreement", percent(scores.top1), about)
 
 
 def _costs(before: float, after: float) -> tuple[str, str]:

@@ -81,7 +81,8 @@ def _view(record: RunRecord, key: str, name: str) -> dict[str, Any]:
     where = ""
     if measured:
         count = f"{measured.pruned.accuracy.count:,}"
-        where = f"{machine(measured, measured.batch)}; accuracy on {count} validation images"
+        images = "validation images" if record.is_labelled else "images that were held out; no labels"
+        where = f"{machine(measured, measured.batch)}; {record.metric} on {count} {images}"
     elif analysis:
         where = machine(analysis)
     return {

@@ -78,9 +78,9 @@ def panels_of(record: RunRecord) -> list[Panel]:
 def _numbers(record: RunRecord) -> Iterator[Part]:
     measured = record.results.measure
     assert measured is not None
-    yield tables.before_and_after(measured)
+    yield tables.before_and_after(measured, record.metric)
     where = machine(measured, measured.batch)
-    text = f"{headline.difference(measured)} The models took turns on {where}."
+    text = f"{headline.difference(record)} The models took turns on {where}."
     yield Text(f"{text} MACs are multiply-accumulates of one image.", "caption")
 
 
@@ -182,14 +182,16 @@ def _methods(record: RunRecord) -> Iterator[Part]:
 
 KEPT = {
     "last": "The model after the last epoch was kept.",
-    "best": "The model of the best epoch was kept, as measured on the same images.",
+    "best": "The model of the best epoch was kept, as measured on these images.",
     "ema": "The moving average of the weights was kept as the model.",
 }
 
 
 def _recovery(record: RunRecord) -> Iterator[Part]:
-    text = f"{headline.trained(record)} Epoch 0 is before training. {KEPT.get(str(record.config.get('keep')), '')}"
-    yield Text(text.strip(), "about")
+    found, kept = record.results.recover, KEPT.get(str(record.config.get("keep")), "")
+    assert found is not None
+    measured = f"Each epoch was measured on {found.measured_on}; epoch 0 is before training."
+    yield Text(f"{headline.trained(record)} {measured} {kept}".strip(), "about")
     yield Figure(run_charts.recovery)
 
 

@@ -59,6 +59,15 @@ class RunRecord:
         return str(self.config.get("data", ""))
 
     @property
+    def metric(self) -> str:
+        """What its accuracies are: ``accuracy``, or agreement with the dense model where images have no labels."""
+        return self.results.analyse.metric if self.results.analyse else "accuracy"
+
+    @property
+    def is_labelled(self) -> bool:
+        return self.metric == "accuracy"
+
+    @property
     def method(self) -> str:
         return str(self.config.get("method", ""))
 

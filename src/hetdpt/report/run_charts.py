@@ -485,6 +485,7 @@ def recovery(record: RunRecord) -> PageFigure:
     found, analysis = record.results.recover, record.results.analyse
     assert found is not None
     dense = analysis.accuracy.top1 if analysis else None
+    where = " of the validation images" if found.is_held_out else ""  # and the curve is of others
 
     def picture(up: str, *names: str, level: float | None = None) -> PageChart:
         curves = {name: _known(found.epochs, name) for name in names}
@@ -495,7 +496,7 @@ def recovery(record: RunRecord) -> PageFigure:
             chart.panel.locator_params(axis="x", integer=True)
             chart.name("epoch", up)
             if level is not None:
-                chart.level(level, f"dense {percent(level)}", series="dense model")
+                chart.level(level, f"dense {percent(level)}{where}", series="dense model")
                 chart.sign("dense model", Look("ink", line="--"), "dense model")
             for name, points in curves.items():
                 if points:
@@ -506,7 +507,7 @@ def recovery(record: RunRecord) -> PageFigure:
 
         return PageChart(draw, f"{up} by epoch of the fine-tuning", lambda _: 240.0)
 
-    pictures = [picture("accuracy [%]", "last", "ema", level=dense)]
+    pictures = [picture(f"{record.metric} [%]", "last", "ema", level=dense)]
     pictures += [picture("training loss", "loss")] if _known(found.epochs, "loss") else []
     return page_figure(*pictures, wide=HALF)
 

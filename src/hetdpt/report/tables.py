@@ -43,13 +43,13 @@ class Table:
     """Whether it may be broken to the width of a phone."""
 
 
-def before_and_after(measured: MeasureResult) -> Table:
-    """Return the table of the two models."""
+def before_and_after(measured: MeasureResult, metric: str = "accuracy") -> Table:
+    """Return the table of the two models; ``metric`` is what their accuracy is."""
     dense, pruned, speed = measured.dense, measured.pruned, measured.speedup
     points = signed(pruned.accuracy.top1 - dense.accuracy.top1)
     rates = dense.throughput, pruned.throughput
     rows = [
-        ("accuracy", percent(dense.accuracy.top1), percent(pruned.accuracy.top1), f"{points} points"),
+        (metric, percent(dense.accuracy.top1), percent(pruned.accuracy.top1), f"{points} points"),
         ("95 % interval", *(interval(one.accuracy.low, one.accuracy.high) for one in (dense, pruned)), ""),
         ("parameters", amount(dense.params), amount(pruned.params), change(dense.params, pruned.params)),
         ("MACs", amount(dense.macs), amount(pruned.macs), change(dense.macs, pruned.macs)),

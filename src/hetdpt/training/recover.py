@@ -19,7 +19,8 @@ from hetdpt.core.modules import memory_advice
 from hetdpt.data.augmentation import Augmentation
 from hetdpt.data.batches import EvaluationBatches, TrainingBatches
 from hetdpt.data.sources import Data, check_classes, open_data
-from hetdpt.data.subset import require_part, subset
+from hetdpt.data.streams import Stream
+from hetdpt.data.subset import hold_out_fraction, require_part, subset
 from hetdpt.data.views import Share
 from hetdpt.measurement.accuracy import measure_accuracy
 from hetdpt.store.settings import changed
@@ -53,9 +54,13 @@ class RecoverConfig:
     """Fraction of the training images to use."""
     per_class: int | None = None
     """Training images to use of each class."""
+    hold_out: float = 0.0
+    """Fraction of the training images, 500 at most, to hold out and measure epochs on; 0: on the validation images."""
 
     def __post_init__(self) -> None:
         require_part(self.fraction, self.per_class)
+        if not 0 <= self.hold_out < 1:
+            raise TrainError(f"hold_out is {self.hold_out}; expected a fraction of the training images below 1")
         if not 0 <= self.drop_path < 1:
             raise TrainError(f"drop_path is {self.drop_path}; expected a probability below 1")
         if self.cache_teacher and not (self.augmentation.fixed_views and not self.training.mixes):
@@ -93,7 +98,7 @@ def recover(
     ``teacher`` may share weights with the student: it is copied. None trains on the labels alone, whatever
     ``config.distillation`` says. Weights of half precision are trained in float32. ``keeper`` keeps states to resume
     from, ``watch`` is called after every update, ``companion`` learns along with the weights. Without ``evaluates``,
-    epochs have no accuracies.
+    epochs have no accuracies; ``training_data`` says on which images they are measured.
 
     >>> import hetdpt, timm
     >>> dense = timm.create_model("vit_tiny_patch16_224", img_size=16, patch_size=4, depth=2, num_classes=10)
@@ -108,8 +113,11 @@ def recover(
     if config.train_merged:
         merge_(student)
     opened = data if isinstance(data, Data) else open_data(str(data))
-    batches, validation = _batches(student, opened, config, accelerator, workers)
-    objective = Objective(student, config.training, *_teaching(student, teacher, config, accelerator))
+    taught = _teaching(student, teacher, config, accelerator)
+    if not opened.is_labelled:
+        require_no_labels(opened.name, taught[0])
+    batches, validation = _batches(student, training_data(opened, config)[0], config, accelerator, workers)
+    objective = Objective(student, config.training, *taught)
     if config.cache_teacher and objective.teacher is not None:
         objective.cached = _teacher_logits(objective, batches, accelerator)
     unreadable: set[str] = set()
@@ -139,19 +147,52 @@ def recover(
             yield replace(epoch, unreadable=tuple(sorted({*epoch.unreadable, *unreadable})))
 
 
+def training_data(data: Data, config: RecoverConfig) -> tuple[Data, str]:
+    """Return the images to train on and, as ``val``, those to measure epochs on; and the latter in words.
+
+    Of a stream of shards none can be held out: its epochs are measured on the validation images.
+    """
+    images = data.train
+    if images is not None and (config.fraction is not None or config.per_class is not None):
+        images = subset(images, fraction=config.fraction, per_class=config.per_class, seed=config.training.seed)
+        data = replace(data, train=images)
+    is_held = config.hold_out > 0 and images is not None and not isinstance(images, Stream)
+    if is_held:
+        data = hold_out_fraction(data, config.hold_out, config.training.seed)
+    if data.train is None or data.val is None:
+        raise TrainError("training needs the splits train and val; open the data with both")
+    count = len(data.val)
+    if is_held:
+        return data, f"{count} training images that were held out"
+    why = ", as none of a stream can be held out" if config.hold_out else ""
+    return data, f"{count} validation images{why}"
+
+
+def require_no_labels(data: str, distillation: Distillation, where: str = "") -> None:
+    """Raise ``TrainError`` if labels count in the loss, which ``data`` has not; ``where`` begins names of settings."""
+    if not distillation.needs_labels:
+        return
+    if distillation.kind == "none":
+        raise TrainError(
+            f"training without a teacher needs labels, but {data} has none; give a folder with train/ and val/, "
+            f"each with a folder per class, or set {where}distillation.kind to soft and give the teacher"
+        )
+    raise TrainError(
+        f"labels have a weight of {1 - distillation.alpha:.2g} in the loss, but {data} has none; set "
+        f"{where}distillation.alpha to 1 (--alpha 1)"
+    )
+
+
 def _batches(
     student: nn.Module, data: Data, config: RecoverConfig, accelerator: Accelerator, workers: int
 ) -> tuple[TrainingBatches, EvaluationBatches]:
     check_classes(data.num_classes, num_classes_of(student))
-    if data.train is None or data.val is None:
-        raise TrainError("training needs the splits train and val; open the data with both")
-    images = data.train
-    if config.fraction is not None or config.per_class is not None:
-        images = subset(images, fraction=config.fraction, per_class=config.per_class, seed=config.training.seed)
+    assert data.train is not None
+    assert data.val is not None
     wants = preprocessing_of(student)
     size, share = config.training.batch_size, Share(accelerator.process_index, accelerator.num_processes)
     training = TrainingBatches(
-        images,
+        data.train,
         wants,
         config.augmentation,
         batch_size=size,

@@ -25,6 +25,7 @@ from hetdpt.flow.collection.tree import DENSE, tree_of
 from hetdpt.flow.config import RunConfig
 from hetdpt.flow.execution import fitting_images
 from hetdpt.flow.stages.stage import DATA, MODEL, SAMPLES, RunContext, Stage, StageEstimate
+from hetdpt.flow.unlabelled import note_on
 from hetdpt.measurement.accuracy import evaluate
 from hetdpt.measurement.costs import Costs
 from hetdpt.measurement.speed import machine_of
@@ -76,6 +77,8 @@ class AnalyseStage(Stage[AnalyseResult]):
         survey, weight = require_record(base).survey, next(model.parameters())
         costs = Costs.of(model, survey.input_size)
         require_possible(model, config, costs)
+        if not data.is_labelled:
+            context.note(note_on(data))
         scores = evaluate(model, data, workers=config.workers, progress=context.part("evaluating the dense model"))
         context.note(f"dense model: {percent(scores.top1)} of {scores.count} images", best=scores.top1)
         if config.trim and (why_not := trim_if_possible_(clone(base))):
@@ -100,6 +103,7 @@ class AnalyseStage(Stage[AnalyseResult]):
             params=costs.params,
             macs=costs.macs,
             prices=prices,
+            metric=data.metric,
         )
 
     def estimate(self, trials: Trials) -> StageEstimate:

@@ -149,12 +149,12 @@ class RecoverStage(Stage[RecoverResult]):
         return from_json(RecoverResult, found, context.directory / METRICS)
 
     def estimate(self, trials: Trials) -> StageEstimate:
-        training, images = trials.recovery, trials.images
+        training, (images, measured_on) = trials.recovery, trials.epoch_images
         calibrated = Plan(removal=trials.config.removal).is_any_fitted and not trials.config.plus
         left = (training.models + calibrated) * trials.weights
         return StageEstimate(
             stage=self.name,
-            text=f"{training}, measured on {images} images after each",
+            text=f"{training}, measured on {measured_on} after each",
             updates=training.updates,
             evaluations=images * training.evaluations,
             seconds=trials.recovering(),

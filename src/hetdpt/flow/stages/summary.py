@@ -63,6 +63,7 @@ def summarise(context: RunContext) -> RunSummary:
         seconds=sum(stage.seconds for stage in read_stages(config.out)),
         model=config.model,
         data=config.data,
+        metric=context.data.metric,
     )
 
 
@@ -125,7 +126,7 @@ def _warnings(context: RunContext) -> Iterator[str]:
         yield f"{len(unreadable)} images could not be read, {unreadable[0]} first"
     if context.config.samples is not None:
         yield GIVEN
-    if context.config.keep == "best":
+    if context.config.keep == "best" and not context.of(RecoverResult).is_held_out:
         yield "the saved model is that of the best epoch, chosen on the validation images, whose accuracy flatters it"
 
 

@@ -51,7 +51,7 @@ from hetdpt.surgery.calibrate import gate_fitted_
 from hetdpt.surgery.merge import merge_
 from hetdpt.surgery.record import require_record
 from hetdpt.surgery.remove import ready, removable, without
-from hetdpt.training.recover import RecoverConfig, recover
+from hetdpt.training.recover import RecoverConfig, recover, training_data
 from hetdpt.training.trainer import Companion, Progress, State
 
 PATIENCE = 2.0  # seconds after which a trial is long enough
@@ -136,6 +136,12 @@ class Trials:
         """Images to measure the final model on."""
         return len(self.data.val) if self.data.val is not None else 0
 
+    @cached_property
+    def epoch_images(self) -> tuple[int, str]:
+        """Images to measure the epochs of the fine-tuning on, and which those are."""
+        data, words = training_data(self.data, self.config.recovery)
+        return len(data.val or ()), words
+
     @property
     def held_images(self) -> int:
         """Images to measure samples on."""
@@ -182,7 +188,7 @@ class Trials:
         """Return the seconds of calibration, fine-tuning and evaluation; a narrowed model is calibrated already."""
         training = self.recovery
         calibration = 0.0 if self.config.plus else self._calibration(self.layers)
-        images = self.images * training.evaluations
+        images = self.epoch_images[0] * training.evaluations
         return calibration + self.updating(training) + images * self.evaluation + 3 * self.saving
 
     def _calibration(self, layers: int) -> float:

@@ -172,7 +172,7 @@ def _try(context: RunContext, split: Split, held: Data) -> dict[str, Any]:
         load(folder / START),
         context.model,
         held,
-        config.collection,
+        config.collection.with_settings({"hold_out": 0.0}),  # ``held`` has images for that
         context.execution,
         merges=False,
         trims=config.trim,

@@ -166,11 +166,13 @@ def fine_tune(
 ) -> Iterator[tuple[int, float]]:
     """Train ``student`` in place and yield (epoch, accuracy in percent), epoch 0 before anything is trained.
 
+    Accuracies are of ``data.val``, so that those of different students can be compared; nothing else is held out.
     If ``keeper`` has a state, training resumes from it, and epochs that were yielded before are not yielded again.
     """
     if config is None:
         yield 0, evaluate(student, data, workers=workers).top1
         return
+    config = config.with_settings({"hold_out": 0.0})
     epochs = recover(student, teacher, data, config, device=device, workers=workers, keeper=keeper, watch=watch)
     for epoch in epochs:
         assert epoch.last is not None
