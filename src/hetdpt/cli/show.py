@@ -106,6 +106,7 @@ def epoch_line(epoch: Epoch, metric: str = "accuracy") -> str:
 
 def print_summary(directory: Path, metric: str, was_done: bool, as_json: bool) -> None:
     """Print the scores of a training that is done, and where its models are."""
+    from hetdpt.results import unhelpful
     from hetdpt.store.run_directory import summary_of
 
     if not is_first_process():
@@ -117,6 +118,8 @@ def print_summary(directory: Path, metric: str, was_done: bool, as_json: bool) -
         click.echo(f"{directory} is already done")
     names = [name for name in ("start", "last", "best", "ema") if summary[name] is not None]
     click.echo(f"{metric}: " + ", ".join(f"{name} {percent(summary[name])}" for name in names))
+    if text := unhelpful(**{name: summary[name] for name in ("start", "last", "best_epoch")}, kept="best"):
+        click.echo(f"warning: {text} as best", err=True)
     if "scores" in summary:
         click.echo(score_line(summary["scores"]))
     warn_of(summary["unreadable"])

@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from PIL.Image import Image
@@ -117,7 +117,8 @@ def _check_enough(classes: tuple[str, ...], labels: Sequence[int], per_class: in
         )
 
 
-HELD_OUT = 5  # one of this many training images is held out
+HELD_OUT = 5  # one of this many training images is held out to measure samples of accuracy
+MOST_HELD_OUT = 500  # images, to choose among epochs
 
 
 def hold_out(data: Data) -> Data:
@@ -137,11 +138,35 @@ def hold_out(data: Data) -> Data:
         )
     labels = data.train.targets()
     left = {label: max(round(count / HELD_OUT), 1) if count > 1 else 0 for label, count in Counter(labels).items()}
-    held: set[int] = set()
+    held: list[int] = []
     for index in balanced_order(labels, seed=0):
         if left[labels[index]]:
             left[labels[index]] -= 1
-            held.add(index)
-    kept = tuple(index for index in range(len(labels)) if index not in held)
+            held.append(index)
     name = f"{data.name} without val, a fifth of train held out"
-    return replace(data, name=name, train=Subset(data.train, kept), val=Subset(data.train, tuple(sorted(held))))
+    return replace(data, name=name, **_parted(data.train, held))
+
+
+def hold_out_fraction(data: Data, fraction: float, seed: int = 0) -> Data:
+    """Return ``data`` with a fraction of its training images, 500 at most, as the images to measure on.
+
+    Classes are in proportion. They are the last ones in the order of which images to fit replacements on are the first.
+
+    >>> from hetdpt.data.sources import open_data
+    >>> data = hold_out_fraction(open_data("demo"), 0.1)
+    >>> len(data.train), len(data.val)
+    (1293, 144)
+    """
+    if data.train is None or isinstance(data.train, Stream):
+        raise DataError("training images can be held out if they have indices, which those of a stream do not have")
+    count = len(data.train)
+    if count < 2:
+        raise DataError("one training image cannot be both held out and trained on; give two or more")
+    held = min(max(round(fraction * count), 1), MOST_HELD_OUT, count - 1)
+    return replace(data, **_parted(data.train, balanced_order(data.train.targets(), seed)[-held:]))
+
+
+def _parted(source: Source, held: Sequence[int]) -> dict[str, Any]:
+    """Return the images with the indices ``held`` as ``val``, and the others as ``train``."""
+    others = sorted(set(range(len(source))) - set(held))
+    return {"train": Subset(source, tuple(others)), "val": Subset(source, tuple(sorted(held)))}

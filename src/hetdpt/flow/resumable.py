@@ -97,6 +97,7 @@ def recover_into(
         workers=execution.workers,
         keeper=run.checkpoints,
         watch=partial(write_update, run, watch),
+        progress=execution.progress,
     )
     yield from write_epochs(run, epochs, Epoch.record, partial(_save, run.directory, merges))
 
@@ -229,6 +230,8 @@ def _summary(epochs: list[dict[str, Any]]) -> dict[str, Any]:
         "start": epochs[0]["last"],
         **{name: end[name] for name in ("last", "best", "ema")},
         "best_epoch": best,
+        "lr_found": end.get("lr_found"),
+        "notes": end.get("notes", []),
         "epochs": end["epochs"],
         "seconds": seconds,
         "images_per_second": images / seconds,

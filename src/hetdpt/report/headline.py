@@ -32,6 +32,7 @@ from hetdpt.results import (
     MergeResult,
     NarrowResult,
     Ratio,
+    Results,
     SelectResult,
 )
 
@@ -136,9 +137,11 @@ def _dense_tile(found: AnalyseResult) -> Tile:
     return Tile("dense accuracy", percent(scores.top1), ("95 % interval", interval(scores.low, scores.high)))
 
 
-def goal_line(goal: GoalResult) -> str:
-    """Return whether the goal was met and, if not, by how much it was missed."""
-    return f"Goal met: {describe(goal.wanted)}" if goal.is_met else f"Goal missed: {goal.text}"
+def goal_line(goal: GoalResult, results: Results) -> str:
+    """Return whether the goal was met and, if not, by how much it was missed; and whether training did not help."""
+    text = f"Goal met: {describe(goal.wanted)}" if goal.is_met else f"Goal missed: {goal.text}"
+    warning = results.recover.warning(results.merge.kept) if results.recover and results.merge else ""
+    return f"{text}. Warning: {warning}" if warning else text
 
 
 def merged(found: MergeResult) -> str:
@@ -178,7 +181,8 @@ def trained(record: RunRecord) -> str:
     removed = ["the layers"] if chosen is None or len(chosen.plan) else []
     removed += ["width"] if record.results.narrow else []
     epochs = counted(len(recovery.epochs) - 1, "epoch")
-    return f"After the removal of {' and '.join(removed)}, the model was fine-tuned for {epochs}."
+    text = f"After the removal of {' and '.join(removed)}, the model was fine-tuned for {epochs}."
+    return " ".join([text, *(f"{note[0].upper()}{note[1:]}." for note in recovery.notes)])
 
 
 def balanced(found: BalanceResult) -> str:

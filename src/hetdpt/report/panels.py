@@ -188,7 +188,9 @@ KEPT = {
 
 
 def _recovery(record: RunRecord) -> Iterator[Part]:
-    text = f"{headline.trained(record)} Epoch 0 is before training. {KEPT.get(str(record.config.get('keep')), '')}"
+    merged = record.results.merge
+    kept = KEPT[merged.kept] if merged else ""
+    text = f"{headline.trained(record)} Epoch 0 is before training. {kept}"
     yield Text(text.strip(), "about")
     yield Figure(run_charts.recovery)
 

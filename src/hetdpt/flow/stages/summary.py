@@ -123,7 +123,9 @@ def _warnings(context: RunContext) -> Iterator[str]:
         yield f"{len(unreadable)} images could not be read, {unreadable[0]} first"
     if context.config.samples is not None:
         yield GIVEN
-    if context.config.keep == "best":
+    if text := context.of(RecoverResult).warning(context.config.kept):
+        yield text
+    if context.config.kept == "best" and not context.config.recovery.hold_out:
         yield "the saved model is that of the best epoch, chosen on the validation images, whose accuracy flatters it"
 
 
