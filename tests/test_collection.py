@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -139,12 +140,39 @@ def test_a_chain_is_prune_fine_tune_and_evaluate(whole: Path, dense: nn.Module) 
         entropies = hetdpt.transfer_entropy(student, images, sites=offered, removal="calibrated")
         student, pick = prune_next(student, "attention", images)
         assert pick.te == min(entropies.values()) == entropies[pick.site]
-        accuracies = [accuracy for _, accuracy in fine_tune(student, dense, data, brief())]
+        start = deepcopy(student)
+        before, after = [accuracy for _, accuracy in fine_tune(student, dense, data, brief())]
         step = from_json(SampleStep, found[key], whole)
-        assert (step.picks, [step.before, step.accuracy]) == ((pick,), accuracies)
+        assert (step.picks, step.before, step.accuracy) == ((pick,), before, max(before, after))
+        assert step.is_start == (after < before)
+        student = start if step.is_start else student
     assert require_record(student).plan.removal == "calibrated"
     assert len(require_record(student).plan.attention) == 2
     assert found["aa"]["accuracy"] != found["a"]["accuracy"]
+
+
+def test_a_fine_tuning_that_does_harm_is_undone(run: Run, home: Path, dense: nn.Module, tmp_path: Path) -> None:
+    """At such a learning rate nothing is left of the model; the next step starts from what there was before."""
+    options = (*OPTIONS, "--rounds", "2,0,0", "--set", "training.lr=10.0", "--set", "training.warmup_epochs=0")
+    result = run("collect", home / "dense", "--out", tmp_path / "run", *options)
+    found = samples(tmp_path / "run")
+    for key in ("a", "aa"):
+        assert found[key]["is_start"]
+        assert found[key]["accuracy"] == found[key]["before"] > 20, "a tenth is chance"
+    left = hetdpt.load(tmp_path / "run/steps/samples-aa/last")
+    assert hetdpt.evaluate(left, "demo").top1 == found["aa"]["accuracy"]
+    assert result.out.count("worse after the fine-tuning, so kept from before it") == 2
+
+
+def test_a_training_that_does_harm_keeps_the_start_as_best_and_says_so(run: Run, home: Path, tmp_path: Path) -> None:
+    options = ("--data", "demo", "--workers", 0, "--batch-size", 16, "--per-class", 4, "--epochs", 1, "--lr", 10)
+    result = run("train", home / "dense", *options, "--out", tmp_path / "run")
+    found = json.loads((tmp_path / "run/summary.json").read_text())
+    assert (found["best_epoch"], found["best"]) == (0, found["start"])
+    assert found["last"] < found["start"]
+    assert result.err.startswith("warning: training did not help: ")
+    assert result.err.endswith("; the model from before training is kept as best\n")
+    assert hetdpt.evaluate(hetdpt.load(tmp_path / "run/best"), "demo").top1 == found["start"]
 
 
 def test_the_chain_inherits_the_weights(whole: Path, dense: nn.Module) -> None:

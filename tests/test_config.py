@@ -105,7 +105,7 @@ REFUSED: list[tuple[dict[str, Any], type[HetDPTError], str]] = [
     ({"images": 1}, HetDPTError, "at least 2"),
     ({"rounds": (0, 0, 0)}, PredictError, "rounds is"),
     ({"workers": -1}, TrainError, "workers is -1; expected at least 0"),
-    ({"minutes": float("nan")}, TrainError, "minutes is nan; expected at least 0"),
+    ({"checkpoint_minutes": float("nan")}, TrainError, "checkpoint_minutes is nan; expected at least 0"),
     ({"batch": 0}, TrainError, "batch is 0; expected at least 1"),
     ({"model": ""}, TrainError, "model is empty"),
     ({"keep": "ema"}, TrainError, "recovery.training.ema_decay is 0, so that there is no average to keep"),
@@ -335,7 +335,7 @@ configs = st.builds(
     recovery=recoveries,
     explores=st.booleans(),
     device=st.none() | words,
-    minutes=numbers,
+    checkpoint_minutes=numbers,
 )
 
 

@@ -27,7 +27,7 @@ GIVEN = {
     "samples": SAMPLES,
 }
 """What the inputs are opened from that are no stages; those are known by their content."""
-PLACE = ("out", "workers", "minutes")
+PLACE = ("out", "workers", "checkpoint_minutes")
 """Where a run works and how often it writes."""
 REFUSED = (*GOALS, "budget", "plus", "width", "tokens")
 HARMLESS = {
@@ -40,10 +40,10 @@ UNNAMED = {("collect", "analyse"): "the prices of layers are written beside the 
 """Results that a stage reads although they do not change what it comes to, and why."""
 
 TRAINING: dict[str, Any] = {
-    "epochs": 3, "batch_size": 4, "accumulate": 2, "optimizer": "sgd", "lr": 1e-3, "lr_batch": 64, "final_lr": 0.5,
-    "schedule": "poly", "warmup_epochs": 0.5, "decay_epochs": 7.0, "weight_decay": 0.01, "layer_decay": 0.7,
-    "backbone_lr": 0.5, "momentum": 0.5, "clip_grad": 2.0, "mixup": 0.3, "cutmix": 0.3, "smoothing": 0.3,
-    "ema_decay": 0.5, "ema_warmup": True, "precision": "float32", "seed": 7,
+    "epochs": 3, "minutes": 3.0, "batch_size": 4, "accumulate": 2, "optimizer": "sgd", "lr": 1e-3, "lr_batch": 64,
+    "final_lr": 0.5, "schedule": "poly", "warmup_epochs": 0.5, "decay_epochs": 7.0, "weight_decay": 0.01,
+    "layer_decay": 0.7, "backbone_lr": 0.5, "momentum": 0.5, "clip_grad": 2.0, "mixup": 0.3, "cutmix": 0.3,
+    "smoothing": 0.3, "ema_decay": 0.5, "ema_warmup": True, "precision": "float32", "seed": 7,
 }  # fmt: skip
 AUGMENTATION: dict[str, Any] = {
     "auto_augment": "rand-m1-mstd0.5-inc1", "color_jitter": 0.7, "erasing": 0.7, "scale": (0.3, 0.9),
@@ -52,13 +52,14 @@ AUGMENTATION: dict[str, Any] = {
 RECOVERY: dict[str, Any] = {
     **{f"training.{name}": value for name, value in TRAINING.items()},
     **{f"augmentation.{name}": value for name, value in AUGMENTATION.items()},
-    "distillation.kind": "hard", "distillation.alpha": 0.3, "distillation.temperature": 3.0, "drop_path": 0.3,
+    "distillation.kind": "hard", "distillation.alpha": 0.3, "distillation.temperature": 3.0,
+    "distillation.hidden": 2.0, "drop_path": 0.3, "hold_out": 0.2,
     "train_merged": True, "cache_teacher": True, "fraction": 0.5, "per_class": 5,
 }  # fmt: skip
 ANOTHER: dict[str, Any] = {
     "model": "other", "weights": Path("w.pt"), "pretrained": True, "num_classes": 3, "img_size": 32, "data": "other",
     "data_root": Path("root"), "download": True, "samples": Path("s.csv"),
-    "out": Path("elsewhere"), "device": "mps", "workers": 3, "minutes": 3.0,
+    "out": Path("elsewhere"), "device": "mps", "workers": 3, "checkpoint_minutes": 3.0,
     **{name: "70%" if goal.is_cost else goal.parse(goal.example).value for name, goal in GOALS.items()},
     "budget": (0, 2), "method": "map+te", "class_token": "share", "tail": 2, "trim": False,
     "compare": ("te-static",), "removal": "plain", "images": 32, "rounds": (1, 1, 1), "candidates": "te",

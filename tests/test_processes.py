@@ -179,6 +179,18 @@ def test_two_processes_with_half_the_batch_equal_one(home: Path, tmp_path: Path)
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-4)
 
 
+@pytest.mark.slow
+def test_two_processes_find_the_rate_that_one_finds(home: Path, tmp_path: Path) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    found = ("--set", "training.lr=null")
+    finish([sys.executable, *recovery(home, one, *PLAIN, *found)])
+    finish([*TORCHRUN, *recovery(home, two, *PLAIN, *found, "--batch-size", "4")])
+    first, second = (json.loads((out / "summary.json").read_text()) for out in (one, two))
+    assert first["lr_found"] == second["lr_found"] is not None
+    for ours, theirs in list(zip(record(one), record(two), strict=True))[1:]:
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-4)
+
+
 def kill_all_at(command: list[str], out: Path, checkpoint: int, **variables: str) -> None:
     """Start ``command`` and kill it with all the processes it started, once it has written the given checkpoint."""
     process = psutil.Popen(command, env=environment(**variables), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

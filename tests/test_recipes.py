@@ -90,7 +90,8 @@ def test_deit_has_the_settings_of_the_release_number_by_number(name: str) -> Non
     training, augmentation, distillation = made.config.training, made.config.augmentation, made.config.distillation
     assert (training.optimizer, training.schedule, training.weight_decay) == ("adamw", "cosine", 0.08)
     assert (training.lr, training.lr_batch, training.batch_size) == (5e-5, 512, 128)
-    assert (training.warmup, training.mixup, training.cutmix, training.smoothing) == (10, 0.8, 1.0, 0.1)
+    assert (training.warmup_updates(1251), training.mixup, training.cutmix) == (10 * 1251, 0.8, 1.0)
+    assert training.smoothing == 0.1
     assert (training.ema_decay, training.accumulate, training.clip_grad) == (0.99996, 1, None)
     assert (augmentation.auto_augment, augmentation.erasing) == ("rand-m9-mstd0.5-inc1", 0.25)
     assert augmentation.repeats > 1
@@ -134,7 +135,8 @@ def test_swin_starts_from_weights_of_imagenet_1k_alone(name: str) -> None:
 def test_cifar100_is_sgd_at_a_fixed_rate_whatever_the_number_of_gpus() -> None:
     made = cifar100()
     training = made.config.training
-    assert (training.optimizer, training.schedule, training.warmup, training.batch_size) == ("sgd", "constant", 0, 384)
+    assert (training.optimizer, training.schedule, training.batch_size) == ("sgd", "constant", 384)
+    assert training.warmup_updates(130) == 0
     assert training.peak_lr(1) == training.peak_lr(8) == 0.1
     wants = timm.get_pretrained_cfg(made.model)
     assert wants is not None

@@ -390,6 +390,27 @@ def test_a_goal_that_was_missed_says_by_how_much_and_what_to_try(full: Path) -> 
     assert f"```\n{command}\n```" in markdown
 
 
+@pytest.mark.parametrize(
+    ("kept", "text"),
+    [
+        ("best", "training did not help: 59.90 % before, 51.30 % after it; the model from before training is kept"),
+        ("last", "training made the model worse: 59.90 % before, 51.30 % after it; --keep best keeps the better one"),
+    ],
+)
+def test_a_goal_is_not_met_without_a_word_if_training_did_harm(full: Path, kept: str, text: str) -> None:
+    change_stage(full, "recover", start=59.9, last=51.3, best=59.9, best_epoch=0)
+    change_stage(full, "merge", kept=kept)
+    write_reports(full, run_summary())
+    assert f"Goal met: 8 layers removed. Warning: {text}" in Page.read(full).text
+    assert f". Warning: {text}**" in (full / REPORTS["markdown"]).read_text()
+
+
+def test_a_learning_rate_that_was_found_is_told(full: Path) -> None:
+    change_stage(full, "recover", lr_found=3e-5, notes=["learning rate 3e-05, by the loss on held-out images"])
+    write_reports(full)
+    assert "Learning rate 3e-05, by the loss on held-out images." in Page.read(full).text
+
+
 # Pictures
 
 

@@ -598,6 +598,22 @@ class EpochResult:
     seconds: float | None = None
 
 
+def unhelpful(*, start: float | None, last: float | None, best_epoch: int, kept: str) -> str:
+    """Return a warning if the model of a training that is ``kept`` is no better than it was before; else an empty text.
+
+    >>> unhelpful(start=59.9, last=51.3, best_epoch=0, kept="best")
+    'training did not help: 59.90 % before, 51.30 % after it; the model from before training is kept'
+    """
+    if start is None or last is None:
+        return ""
+    numbers = f"{percent(start)} before, {percent(last)} after it"
+    if kept == "best" and best_epoch == 0:
+        return f"training did not help: {numbers}; the model from before training is kept"
+    if kept == "last" and last < start:
+        return f"training made the model worse: {numbers}; --keep best keeps the better one"
+    return ""
+
+
 @dataclass(frozen=True, kw_only=True)
 class RecoverResult:
     """The fine-tuning, epoch by epoch."""
@@ -615,11 +631,26 @@ class RecoverResult:
     """Files that could not be read."""
     measured_on: str = "validation images"
     """Which images the accuracies are of."""
+    lr_found: float | None = None
+    """Peak learning rate, if it was found and not given."""
+    notes: tuple[str, ...] = ()
+    """What was found about it and the number of epochs beforehand, in words."""
 
     @property
     def is_held_out(self) -> bool:
         """Whether these are training images that were held out."""
         return "training" in self.measured_on
+
+    def warning(self, kept: str) -> str:
+        """Return what to say if training did not help, and the model called ``kept`` was kept; empty if it helped.
+
+        >>> found = RecoverResult(
+        ...     epochs=(), start=59.9, last=51.3, best=59.9, ema=None, best_epoch=0, seconds=1.0, images_per_second=1.0
+        ... )
+        >>> found.warning("last")
+        'training made the model worse: 59.90 % before, 51.30 % after it; --keep best keeps the better one'
+        """
+        return unhelpful(start=self.start, last=self.last, best_epoch=self.best_epoch, kept=kept)
 
     def __str__(self) -> str:
         after = f"{percent(self.last)} after {counted(self.epochs[-1].number, 'epoch')}"
@@ -633,6 +664,8 @@ class MergeResult:
     merged: int
     difference: float
     plan: Plan = field(default_factory=Plan)
+    kept: Literal["last", "best", "ema"] = "last"
+    """Which model of the fine-tuning it is."""
 
     def __str__(self) -> str:
         return f"{counted(self.merged, 'FFN')} merged"

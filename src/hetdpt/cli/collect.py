@@ -62,7 +62,8 @@ def _line(done: SampleDone) -> str:
     if not step.kinds:
         return f"dense: accuracy {percent(step.accuracy)}"
     removed = ", ".join(f"{pick.site} (TE {pick.te:.3g})" for pick in step.picks)
-    change = f"{step.before:.2f} -> {percent(step.accuracy)}{by_others(done.is_own)}"
+    worse = ", worse after the fine-tuning, so kept from before it" if step.is_start else ""
+    change = f"{step.before:.2f} -> {percent(step.accuracy)}{worse}{by_others(done.is_own)}"
     return f"{done.subject.chain} {split_text(step.budget)}: without {removed} {change}"
 
 

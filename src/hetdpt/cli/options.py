@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -231,8 +231,7 @@ class LoopOptions(Options, panel="Training"):
     @property
     def given(self) -> dict[str, Any]:
         """The settings that were given as options; a learning rate is used as it is."""
-        given = self.settings("RecoverConfig")
-        return {"training.lr_batch": None, **given} if "training.lr" in given else given
+        return given_alone(self.settings("RecoverConfig"), "training.")
 
 
 class TrainingOptions(LoopOptions, panel="Training"):
@@ -287,10 +286,10 @@ class WorkerOptions(DeviceOptions, panel="Device"):
 class WorkOptions(WorkerOptions, panel="Device"):
     """The device, the workers and the checkpoints of a command that trains."""
 
-    minutes: Any = option("RunConfig.minutes", flag="--checkpoint-minutes", least=0, default=10.0)
+    checkpoint_minutes: Any = option("RunConfig.checkpoint_minutes", least=0, default=10.0)
 
     def execution(self, display: Display, **more: Any) -> Execution:
-        return super().execution(display, minutes=self.minutes, **more)
+        return super().execution(display, minutes=self.checkpoint_minutes, **more)
 
 
 def read_plan(name: str) -> Plan:
@@ -326,11 +325,30 @@ def read_samples(samples: Path, network: nn.Module) -> list[Row]:
     return read_samples(samples, survey_of(network).anatomy.blocks)
 
 
+def given_alone(given: dict[str, Any], prefix: str) -> dict[str, Any]:
+    """Return the settings ``given`` with those that they replace: a learning rate is used as it is, epochs or minutes.
+
+    >>> given_alone({"training.lr": 1e-4, "training.epochs": 2}, "training.")
+    {'training.lr_batch': None, 'training.minutes': None, 'training.lr': 0.0001, 'training.epochs': 2}
+    """
+    pairs = {"lr": "lr_batch", "epochs": "minutes"}
+    replaced = {f"{prefix}{other}": None for name, other in pairs.items() if f"{prefix}{name}" in given}
+    return {**replaced, **given}
+
+
+def require_one_length(given: Mapping[str, Any], prefix: str) -> None:
+    """Raise ``TrainError`` if epochs and minutes of a training are given."""
+    if all(given.get(f"{prefix}{name}") is not None for name in ("epochs", "minutes")):
+        raise TrainError("epochs and minutes both say how long to train; give one of them")
+
+
 def config_of(recipe: str, given: dict[str, Any], changes: list[str]) -> RecoverConfig:
     """Return the settings of a recipe with those ``given``, and over them what --set was given."""
     from hetdpt.flow.recipes import recipe as recipe_called
 
-    return recipe_called(recipe).config.with_settings({**given, **read_settings(changes)})
+    settings = {**given, **read_settings(changes)}
+    require_one_length(settings, "training.")
+    return recipe_called(recipe).config.with_settings(settings)
 
 
 def read_settings(changes: list[str]) -> dict[str, Any]:

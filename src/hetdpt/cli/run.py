@@ -16,7 +16,9 @@ from hetdpt.cli.options import (
     OutputOptions,
     PlaceOptions,
     WorkOptions,
+    given_alone,
     read_settings,
+    require_one_length,
     workers_of,
 )
 from hetdpt.cli.show import is_first_process, print_, print_json, table
@@ -54,6 +56,8 @@ class FineTuningOptions(Options, panel="Training"):
     """The settings of the trainings of a run that are changed most; --set changes the others."""
 
     keep: Any = option("RunConfig.keep")
+    lr: Any = option("RunConfig.recovery.training.lr", shows_default=False)
+    """Peak learning rate of the final fine-tuning, used as given."""
     batch_size: Any = everywhere("training.batch_size", least=1)
     fraction: Any = everywhere("fraction")
     per_class: Any = everywhere("per_class", least=1)
@@ -83,6 +87,8 @@ class RunOptions(
     goals: dict[str, Any] = goal_options()
     epochs: Any = option("RunConfig.recovery.training.epochs", least=1, shows_default=False)
     """Epochs of the final fine-tuning."""
+    minutes: Any = option("RunConfig.recovery.training.minutes")
+    """Minutes that the final fine-tuning may take, instead of --epochs."""
     recipe: str | None = None
     """Recipe that sets the defaults; hetdpt recipes lists them."""
     config: Path | None = option(panel="Settings and stages")
@@ -95,7 +101,7 @@ class RunOptions(
     """Repeat this stage and all that follow it."""
     until: str | None = option(panel="Settings and stages")
     """Stop after this stage."""
-    minutes: Any = option("RunConfig.minutes", flag="--checkpoint-minutes", least=0, panel="Device")
+    checkpoint_minutes: Any = option("RunConfig.checkpoint_minutes", least=0, panel="Device")
     batch: Any = option("RunConfig.batch", least=1, panel="Device")
 
     @property
@@ -104,12 +110,14 @@ class RunOptions(
         from hetdpt.flow.config import RunConfig
         from hetdpt.store.stage_directory import FLOW
 
-        changes = {**self.settings("RunConfig"), **self.goals}
+        changes = {**given_alone(self.settings("RunConfig"), "recovery.training."), **self.goals}
         if self.workers is None and self.config is None:
             changes["workers"] = workers_of(None)
         if self.config is not None and self.out is None and (self.config.parent / FLOW).is_file():
             changes["out"] = self.config.parent  # a run directory, which may have been moved
-        return RunConfig.resolve(recipe=self.recipe, file=self.config, changes=changes | read_settings(self.changes))
+        changes |= read_settings(self.changes)
+        require_one_length(changes, "recovery.training.")
+        return RunConfig.resolve(recipe=self.recipe, file=self.config, changes=changes)
 
 
 def run(options: RunOptions) -> None:

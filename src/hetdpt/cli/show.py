@@ -106,6 +106,7 @@ def epoch_line(epoch: Epoch, metric: str = "accuracy") -> str:
 
 def print_summary(directory: Path, metric: str, was_done: bool, as_json: bool) -> None:
     """Print the scores of a training that is done, and where its models are."""
+    from hetdpt.results import unhelpful
     from hetdpt.store.run_directory import summary_of
 
     if not is_first_process():
@@ -121,6 +122,8 @@ def print_summary(directory: Path, metric: str, was_done: bool, as_json: bool) -
     if found := summary.get("validation"):
         interval = f"95 % interval {found['low']:.1f} to {found['high']:.1f}"
         click.echo(f"{metric} of {found['count']} validation images: best {percent(found['top1'])} ({interval})")
+    if text := unhelpful(**{name: summary[name] for name in ("start", "last", "best_epoch")}, kept="best"):
+        click.echo(f"warning: {text} as best", err=True)
     if "scores" in summary:
         click.echo(score_line(summary["scores"]))
     warn_of(summary["unreadable"])

@@ -90,7 +90,8 @@ def train(options: LearnOptions, task: str) -> None:
     plan = with_removal(read_plan(options.plan), options.removal, "calibrated") if options.plan else None
     data = task_called(task).open(options.data)
     network, was_done = options.open_model(config.training.seed), (out / SUMMARY).is_file()
-    place = {name: getattr(options, name) for name in ("device", "minutes", "tensorboard")}
+    place: dict[str, Any] = {name: getattr(options, name) for name in ("device", "tensorboard")}
+    place["minutes"] = options.checkpoint_minutes
     place |= {"workers": options.worker_count, "plan": plan, "calibration": options.calibration_images}
     with options.live() as display:
         for learned in learn_into(out, network, data, config, watch=display.training, **place):

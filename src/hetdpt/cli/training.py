@@ -67,6 +67,8 @@ def eval_(options: EvalOptions) -> None:
 class TrainOptions(ModelOptions, DataOptions, TrainingOptions, SteadyOptions, WorkOptions, OutputOptions):
     out: Path
     """Run directory; the same command resumes an interrupted run."""
+    minutes: Any = option("RecoverConfig.training.minutes", panel="Training")
+    """Minutes that the training may take, instead of --epochs."""
     tensorboard: bool = option(panel="Output", default=False)
     """Write TensorBoard files to OUT/tensorboard too."""
 
@@ -159,6 +161,8 @@ def _recover(
             if is_resumed:
                 display.say(f"resuming {out}")
                 is_resumed = False
+            for note in epoch.notes if not epoch.number else ():
+                display.say(note)
             display.say(epoch_line(epoch, data.metric))
     print_summary(out, "accuracy", was_done, options.as_json)
 

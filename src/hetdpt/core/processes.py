@@ -45,6 +45,19 @@ def broadcast_(values: Tensor) -> Tensor:
     return values
 
 
+def of_first(value: T) -> T:
+    """Return the value that the first process has.
+
+    >>> of_first(1.5)
+    1.5
+    """
+    if not is_distributed():
+        return value
+    values = [value]
+    dist.broadcast_object_list(values, 0)
+    return values[0]
+
+
 def gather_lists(mine: list[T]) -> list[T]:
     """Return the lists of all processes, joined in the order of the processes.
 

@@ -103,8 +103,11 @@ class RunConfig(GoalFields):
     """Do not compute tokens that no output depends on; outputs stay the same."""
     tokens: str | None = None
     """Reduce the tokens of the final model, such as tome:8 or gtp:8."""
-    keep: Literal["last", "best", "ema"] = "last"
-    """Model of the fine-tuning to keep. ``best`` is chosen by the validation images that it is reported on."""
+    keep: Literal["auto", "last", "best", "ema"] = "auto"
+    """Model of the fine-tuning to keep; auto: best if training images are held out for that, else last.
+
+    Without held-out images, ``best`` is chosen by the validation images that it is reported on.
+    """
     export: tuple[str, ...] = ()
     """Runtimes to export the model to as well, such as ``onnx``."""
     onnx: bool = False
@@ -113,7 +116,7 @@ class RunConfig(GoalFields):
     """cpu, cuda, cuda:1 or mps; the fastest available by default."""
     workers: int = 0
     """Worker processes that read images; on the command line one per core by default, at most 8."""
-    minutes: float = 10.0
+    checkpoint_minutes: float = 10.0
     """Minutes between checkpoints within an epoch."""
     batch: int | None = None
     """Batch size when speed is measured; by default 256 on a GPU, 8 on a CPU."""
@@ -153,6 +156,13 @@ class RunConfig(GoalFields):
     @property
     def _is_tail_open(self) -> bool:
         return self.tail is None and self.trim and Plan(removal=self.removal).is_any_fitted
+
+    @property
+    def kept(self) -> Literal["last", "best", "ema"]:
+        """The model of the fine-tuning that is kept."""
+        if self.keep == "auto":
+            return "best" if self.recovery.hold_out else "last"
+        return self.keep
 
     @property
     def collect_config(self) -> CollectConfig:
@@ -383,7 +393,7 @@ class RunConfig(GoalFields):
             raise PlanError(f"a run with --tail removes layers by one method and no width; leave out {other}")
 
     def _require_numbers(self) -> None:
-        least = {"workers": 0, "minutes": 0, "batch": 1, "num_classes": 1, "img_size": 1}
+        least = {"workers": 0, "checkpoint_minutes": 0, "batch": 1, "num_classes": 1, "img_size": 1}
         for name, number in least.items():
             value = getattr(self, name)
             if value is not None and not value >= number:

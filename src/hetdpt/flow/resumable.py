@@ -102,6 +102,7 @@ def recover_into(
         workers=execution.workers,
         keeper=run.checkpoints,
         watch=partial(write_update, run, watch),
+        progress=execution.progress,
     )
     measured_on = training_data(opened, config)[1]
 
@@ -259,6 +260,8 @@ def _summary(epochs: list[dict[str, Any]]) -> dict[str, Any]:
         "start": epochs[0]["last"],
         **{name: end[name] for name in ("last", "best", "ema")},
         "best_epoch": best,
+        "lr_found": end.get("lr_found"),
+        "notes": end.get("notes", []),
         "epochs": end["epochs"],
         "seconds": seconds,
         "images_per_second": images / seconds,

@@ -33,6 +33,7 @@ from hetdpt.results import (
     ModelFigures,
     NarrowResult,
     Ratio,
+    Results,
     SelectResult,
 )
 
@@ -155,9 +156,11 @@ def _dense_tile(found: AnalyseResult) -> Tile:
     return Tile("dense accuracy", percent(scores.top1), ("95 % interval", interval(scores.low, scores.high)))
 
 
-def goal_line(goal: GoalResult) -> str:
-    """Return whether the goal was met and, if not, by how much it was missed."""
-    return f"Goal met: {describe(goal.wanted)}" if goal.is_met else f"Goal missed: {goal.text}"
+def goal_line(goal: GoalResult, results: Results) -> str:
+    """Return whether the goal was met and, if not, by how much it was missed; and whether training did not help."""
+    text = f"Goal met: {describe(goal.wanted)}" if goal.is_met else f"Goal missed: {goal.text}"
+    warning = results.recover.warning(results.merge.kept) if results.recover and results.merge else ""
+    return f"{text}. Warning: {warning}" if warning else text
 
 
 def merged(found: MergeResult) -> str:
@@ -197,7 +200,8 @@ def trained(record: RunRecord) -> str:
     removed = ["the layers"] if chosen is None or len(chosen.plan) else []
     removed += ["width"] if record.results.narrow else []
     after = f"After the removal of {' and '.join(removed)}, the" if removed else "The"
-    return f"{after} model was fine-tuned for {counted(len(recovery.epochs) - 1, 'epoch')}."
+    text = f"{after} model was fine-tuned for {counted(len(recovery.epochs) - 1, 'epoch')}."
+    return " ".join([text, *(f"{note[0].upper()}{note[1:]}." for note in recovery.notes)])
 
 
 def balanced(found: BalanceResult) -> str:

@@ -30,7 +30,7 @@ def _run(record: RunRecord, level: int) -> Iterable[str]:
     yield from (f"{heading} {_plain(record.name)}: {_plain(title(record))}", "", _plain(lead(record)), "")
     if record.summary:
         goal = record.summary.goal
-        yield from (f"**{_plain(goal_line(goal))}**", "")
+        yield from (f"**{_plain(goal_line(goal, record.results))}**", "")
         if goal.next is not None:
             yield from _part(Command("What to try next", further(goal.next.budget, record.directory)), level)
     else:

@@ -94,7 +94,7 @@ def _view(record: RunRecord, key: str, name: str) -> dict[str, Any]:
         "tiles": headline.tiles(record),
         "where": where,
         "goal": goal,
-        "goal_line": headline.goal_line(goal) if goal else f"Goal: {describe(record.goals)}",
+        "goal_line": headline.goal_line(goal, record.results) if goal else f"Goal: {describe(record.goals)}",
         "next": further(goal.next.budget, record.directory) if goal and goal.next else None,
         "panels": [(panel, list(panel.parts(record))) for panel in panels_of(record)],
         "warnings": counted(len(record.warnings), "warning") if record.warnings else "",

@@ -188,8 +188,9 @@ KEPT = {
 
 
 def _recovery(record: RunRecord) -> Iterator[Part]:
-    found, kept = record.results.recover, KEPT.get(str(record.config.get("keep")), "")
+    found, merged = record.results.recover, record.results.merge
     assert found is not None
+    kept = KEPT[merged.kept] if merged else ""
     measured = f"Each epoch was measured on {found.measured_on}; epoch 0 is before training."
     yield Text(f"{headline.trained(record)} {measured} {kept}".strip(), "about")
     yield Figure(run_charts.recovery)

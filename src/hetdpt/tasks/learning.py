@@ -53,6 +53,8 @@ class LearnConfig:
             raise TrainError(f"the head of {self.task} is a {wanted.__name__}, not {type(self.head).__name__}")
         if self.training.mixes or self.training.smoothing:
             raise TrainError("mixup, cutmix and smoothing apply to labels, not to boxes or masks; set them to 0")
+        if self.training.is_open:
+            raise TrainError("minutes and a learning rate to be found are for classifiers; give epochs and lr")
         if min(self.size) < 1:
             raise TrainError(f"the canvas is {self.size}; a height and a width above 0 were expected")
         if self.pyramid < 1:

@@ -8,6 +8,7 @@ from hetdpt.core.errors import TrainError
 
 PRECISIONS = ("auto", "float32", "bfloat16", "float16")
 SCHEDULES = ("cosine", "constant", "poly", "step")
+FEW = 20  # updates of warm-up, if a tenth of all is less
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,20 +17,22 @@ class TrainConfig:
 
     >>> TrainConfig(batch_size=128).peak_lr(processes=8)
     0.0001
-    >>> TrainConfig(epochs=2).warmup
-    0.2
+    >>> TrainConfig(epochs=2).warmup_updates(50), TrainConfig(epochs=2).warmup_updates(500)
+    (20, 100)
     """
 
     epochs: int = 300
     """Passes over the training images."""
+    minutes: float | None = None
+    """Minutes that the training may take; ``epochs`` is then found from the time of an update on this device."""
     batch_size: int = 128
     """Images per forward pass of each process."""
     accumulate: int = 1
     """Forward passes per update of the weights."""
     optimizer: str = "adamw"
     """An optimizer of timm, such as adamw, sgd or lamb."""
-    lr: float = 5e-5
-    """Peak learning rate, for ``lr_batch`` images per update."""
+    lr: float | None = 5e-5
+    """Peak learning rate, for ``lr_batch`` images per update. None: found by a short probe, for any number of them."""
     lr_batch: int | None = 512
     """Images per update that ``lr`` is meant for; it is scaled to the real number. None: ``lr`` is used as it is."""
     final_lr: float = 0.1
@@ -37,7 +40,8 @@ class TrainConfig:
     schedule: str = "cosine"
     """cosine, poly, step or constant."""
     warmup_epochs: float | None = None
-    """Epochs of warm-up. None: a tenth of all epochs, at most 10; no warm-up for a constant schedule."""
+    """Epochs of warm-up. None: a tenth of all updates, at most those of 10 epochs, and in a short training 20 updates
+    or a fifth of all; no warm-up for a constant schedule."""
     decay_epochs: float = 30.0
     """Epochs between two steps of the schedule ``step``, each of which divides the learning rate by ten."""
     weight_decay: float = 0.08
@@ -69,8 +73,8 @@ class TrainConfig:
     def __post_init__(self) -> None:
         for name in ("epochs", "batch_size", "accumulate"):
             _require(getattr(self, name) >= 1, f"{name} is {getattr(self, name)}; it must be 1 or more")
-        for name in ("lr", "decay_epochs"):
-            _require(getattr(self, name) > 0, f"{name} is {getattr(self, name)}; it must be above 0")
+        _require(self.lr is None or self.lr > 0, f"lr is {self.lr}; it must be above 0")
+        _require(self.decay_epochs > 0, f"decay_epochs is {self.decay_epochs}; it must be above 0")
         _require(self.schedule in SCHEDULES, f"schedule is {self.schedule!r}; choose from {', '.join(SCHEDULES)}")
         _require(self.precision in PRECISIONS, f"precision is {self.precision!r}; choose from {', '.join(PRECISIONS)}")
         for name in ("final_lr", "momentum", "smoothing", "ema_decay"):
@@ -82,12 +86,17 @@ class TrainConfig:
         )
         for name in ("weight_decay", "mixup", "cutmix", "seed", "backbone_lr"):
             _require(getattr(self, name) >= 0, f"{name} is {getattr(self, name)}; it cannot be negative")
-        for name in ("clip_grad", "layer_decay", "lr_batch"):
+        for name in ("minutes", "clip_grad", "layer_decay", "lr_batch"):
             value = getattr(self, name)
             _require(value is None or value > 0, f"{name} is {value}; it must be above 0, or left out")
+        warmup = self.warmup_epochs or 0.0
         _require(
-            0 <= self.warmup < self.epochs,
-            f"warmup_epochs is {self.warmup_epochs}, but training has {self.epochs} epochs; it must be fewer",
+            0 <= warmup < self.epochs,
+            f"warmup_epochs is {warmup}, but training has {self.epochs} epochs; it must be fewer",
+        )
+        _require(
+            not (warmup and self.minutes),
+            f"warmup_epochs is {warmup}, but with minutes the number of epochs is not known yet; leave one of them out",
         )
         _require(
             not (self.mixes and self.batch_size % 2),
@@ -100,11 +109,18 @@ class TrainConfig:
         return self.mixup > 0 or self.cutmix > 0
 
     @property
-    def warmup(self) -> float:
-        """Epochs of warm-up."""
+    def is_open(self) -> bool:
+        """Whether the number of epochs or the learning rate has to be found first."""
+        return self.minutes is not None or self.lr is None
+
+    def warmup_updates(self, steps: int) -> int:
+        """Return how many updates are warm-up, if an epoch has ``steps``."""
         if self.warmup_epochs is not None:
-            return self.warmup_epochs
-        return 0.0 if self.schedule == "constant" else min(10.0, self.epochs / 10)
+            return round(self.warmup_epochs * steps)
+        if self.schedule == "constant":
+            return 0
+        usual = round(min(10, self.epochs / 10) * steps)
+        return max(usual, min(FEW, self.epochs * steps // 5))
 
     def images_per_update(self, processes: int = 1) -> int:
         """Return how many images ``processes`` processes see per update of the weights."""
@@ -112,6 +128,8 @@ class TrainConfig:
 
     def peak_lr(self, processes: int = 1) -> float:
         """Return the peak learning rate, for the images per update of ``processes`` processes."""
+        if self.lr is None:
+            raise TrainError("the learning rate is not set, and only the recovery of a classifier finds one; give --lr")
         if self.lr_batch is None:
             return self.lr
         return self.lr * self.images_per_update(processes) / self.lr_batch

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from timm.data import Mixup
+from timm.data.mixup import mixup_target
 from timm.loss import LabelSmoothingCrossEntropy, SoftTargetCrossEntropy
 from timm.task import ClassificationTask, TokenDistillationTask
 from timm.task.token_distillation import TokenDistillationTeacher
@@ -120,6 +121,16 @@ class Objective:
         images, targets = batch.images, batch.targets
         if self.mixup is not None:
             images, targets = self.mixup(images, targets)
+        return self._loss(batch, images, targets)
+
+    def unmixed(self, batch: Batch) -> Tensor:
+        """Return the loss of one batch whose images are not mixed."""
+        targets = batch.targets
+        if self.mixup is not None:  # the criterion takes probabilities
+            targets = mixup_target(targets, self.mixup.num_classes, smoothing=self.mixup.label_smoothing)
+        return self._loss(batch, batch.images, targets)
+
+    def _loss(self, batch: Batch, images: Tensor, targets: Tensor) -> Tensor:
         if self.cached is not None and self.teacher is not None:
             self._cache.logits = self.cached[batch.indices.cpu()].to(images.device)
         if self._hidden is None:

@@ -16,9 +16,11 @@ from hetdpt.adapters.models import num_classes_of
 from hetdpt.adapters.preprocessing import preprocessing_of
 from hetdpt.core.errors import TrainError
 from hetdpt.core.modules import memory_advice
+from hetdpt.core.processes import process_count, rank
+from hetdpt.core.progress import StageProgress
 from hetdpt.data.augmentation import Augmentation
 from hetdpt.data.batches import EvaluationBatches, TrainingBatches
-from hetdpt.data.sources import Data, check_classes, open_data
+from hetdpt.data.sources import Data, Source, check_classes, open_data
 from hetdpt.data.streams import Stream
 from hetdpt.data.subset import hold_out_fraction, require_part, subset
 from hetdpt.data.views import Share
@@ -28,10 +30,12 @@ from hetdpt.surgery.merge import merge_
 from hetdpt.surgery.record import survey_of
 from hetdpt.surgery.tail import trim_if_possible_
 from hetdpt.training.config import TrainConfig
+from hetdpt.training.decide import DecidedKeeper, Decision, OpenTraining, first_images
 from hetdpt.training.drop_paths import drop_paths
 from hetdpt.training.objective import Distillation, Objective
 from hetdpt.training.processes import Accelerator, start
 from hetdpt.training.trainer import Companion, Epoch, Keeper, Progress, Trainer
+from hetdpt.training.trial import Attempt, evaluation_seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,13 +96,15 @@ def recover(
     watch: Callable[[Progress], None] | None = None,
     companion: Companion | None = None,
     evaluates: bool = True,
+    progress: StageProgress | None = None,
 ) -> Iterator[Epoch]:
     """Train ``student`` in place on ``data`` with the dense ``teacher``; yield an :class:`Epoch` before and after each.
 
     ``teacher`` may share weights with the student: it is copied. None trains on the labels alone, whatever
     ``config.distillation`` says. Weights of half precision are trained in float32. ``keeper`` keeps states to resume
     from, ``watch`` is called after every update, ``companion`` learns along with the weights. Without ``evaluates``,
-    epochs have no accuracies; ``training_data`` says on which images they are measured.
+    epochs have no accuracies; ``training_data`` says on which images they are measured. ``progress`` is called while a
+    learning rate is found or an update is timed (``training.lr`` of None, ``training.minutes``).
 
     >>> import hetdpt, timm
     >>> dense = timm.create_model("vit_tiny_patch16_224", img_size=16, patch_size=4, depth=2, num_classes=10)
@@ -116,7 +122,21 @@ def recover(
     taught = _teaching(student, teacher, config, accelerator)
     if not opened.is_labelled:
         require_no_labels(opened.name, taught[0])
-    batches, validation = _batches(student, training_data(opened, config)[0], config, accelerator, workers)
+    part, _ = training_data(opened, config)
+    decision = Decision(config.training.epochs)
+    if config.training.is_open:
+        if companion is not None:
+            raise TrainError("a search for layers needs a number of epochs and a learning rate; give --epochs and --lr")
+        keeper = DecidedKeeper(keeper)
+        held = part.val if part.val is not opened.val else None
+        place: dict[str, Any] = {"device": device, "workers": workers, "evaluates": evaluates, "progress": progress}
+        decision = keeper.decision or _decide(student, teacher, part, held, config, **place)
+        keeper.decision = decision
+        config = config.with_settings(decision.settings)
+        if decision.images is not None and part.train is not None:
+            part = replace(part, train=first_images(part.train, decision.images, config.training.seed))
+        accelerator = start(config.training.precision, device)  # without what the trials have left in it
+    batches, validation = _batches(student, part, config, accelerator, workers)
     objective = Objective(student, config.training, *taught)
     if config.cache_teacher and objective.teacher is not None:
         objective.cached = _teacher_logits(objective, batches, accelerator)
@@ -144,7 +164,86 @@ def recover(
                 epoch = next(epochs, None)
             if epoch is None:
                 return
-            yield replace(epoch, unreadable=tuple(sorted({*epoch.unreadable, *unreadable})))
+            names = tuple(sorted({*epoch.unreadable, *unreadable}))
+            yield replace(epoch, unreadable=names, lr_found=decision.lr, notes=decision.notes)
+
+
+def attempt(
+    student: nn.Module,
+    teacher: nn.Module | None,
+    data: Data,
+    config: RecoverConfig,
+    *,
+    device: str | None = None,
+    workers: int = 0,
+    companion: Companion | None = None,
+    updates: int | None = None,
+) -> Attempt:
+    """Return the training of ``student`` that ``recover`` would do, to try some updates of it, in place.
+
+    ``data`` is that of ``training_data``. ``updates`` are all that it has. The teacher is asked in every update, also
+    if ``config.cache_teacher``.
+    """
+    accelerator = start(config.training.precision, device)
+    student.to(accelerator.device, torch.float32)
+    if config.train_merged:
+        merge_(student)
+    batches, _ = _batches(student, data, config, accelerator, workers)
+    objective = Objective(student, config.training, *_teaching(student, teacher, config, accelerator))
+    more: dict[str, Any] = {"drop_path": config.drop_path, "companion": companion, "updates": updates}
+    return Attempt(accelerator, objective, batches, config.training, **more)
+
+
+def _decide(
+    student: nn.Module,
+    teacher: nn.Module | None,
+    data: Data,
+    held: Source | Stream | None,
+    config: RecoverConfig,
+    *,
+    device: str | None,
+    workers: int,
+    evaluates: bool,
+    progress: StageProgress | None,
+) -> Decision:
+    """Return what the settings leave open; updates of copies of the student are tried for it."""
+    images, evaluated, share = data.train, data.val, Share(rank(), process_count())
+    assert images is not None
+    assert evaluated is not None
+
+    def attempted(source: Source | Stream, training: TrainConfig, updates: int | None = None) -> Attempt:
+        is_cached = config.cache_teacher and updates is None  # when timed, the answers of a cached teacher are at hand
+        settings = replace(config, training=training, cache_teacher=False)
+        place: dict[str, Any] = {"device": device, "workers": workers, "updates": updates}
+        part = replace(data, train=source)
+        return attempt(deepcopy(student), None if is_cached else teacher, part, settings, **place)
+
+    def evaluation(source: Source | Stream) -> EvaluationBatches:
+        size = config.training.batch_size
+        return EvaluationBatches(source, preprocessing_of(student), batch_size=size, share=share, workers=workers)
+
+    def seconds(model: nn.Module, source: Source | Stream) -> float:
+        return len(source) / share.world * evaluation_seconds(model, evaluation(source))
+
+    def evaluating() -> float:
+        models = 2 if config.training.ema_decay else 1
+        return models * seconds(student, evaluated) if evaluates else 0.0
+
+    def beforehand() -> float:
+        if not config.cache_teacher or teacher is None:
+            return 0.0
+        return seconds(deepcopy(teacher).to(next(student.parameters())), images)
+
+    return OpenTraining(
+        config.training,
+        images,
+        attempted,
+        evaluation,
+        evaluating,
+        beforehand,
+        held=None if isinstance(held, Stream) else held,
+        progress=progress,
+    ).decide()
 
 
 def training_data(data: Data, config: RecoverConfig) -> tuple[Data, str]:

@@ -138,6 +138,10 @@ class Epoch:
     """The trained model; under FSDP a copy on the CPU of the first process."""
     average: nn.Module | None = field(repr=False, compare=False)
     """The model with the averaged weights."""
+    lr_found: float | None = None
+    """Peak learning rate, if it was found and not given."""
+    notes: tuple[str, ...] = ()
+    """What was found about the learning rate and the number of epochs beforehand, in words."""
 
     def record(self) -> dict[str, Any]:
         """Return the numbers of this epoch, as JSON takes them."""
@@ -276,15 +280,10 @@ class Trainer:
 
     def _run_epoch(self) -> None:
         """Do the remaining updates of the current epoch."""
-        group = self.config.accumulate
-        batches = self.batches.epoch(self.at.epoch, self.at.step * group)
-        advice = _advice_on_memory(self.config)
+        batches = self.batches.epoch(self.at.epoch, self.at.step * self.config.accumulate)
         begun, first, before = time.perf_counter(), self.at.step, self.at.seconds
         while self.at.step < self.steps:
-            self._tell_companion()
-            with memory_advice(advice):
-                self.update([next(batches) for _ in range(group)])
-            self.at.step += 1
+            self._advance(batches)
             is_due = self.at.step == self.steps or self._is_due()
             self._stop_if_not_finite(is_due)
             self.at.seconds = before + time.perf_counter() - begun
@@ -294,6 +293,20 @@ class Trainer:
                 started = time.perf_counter()
                 self._keep()
                 begun += time.perf_counter() - started  # writing is not training
+
+    def trial(self) -> Iterator[None]:
+        """Do the updates of the first epoch and yield after each; nothing is kept, and the loss may be anything."""
+        batches = self.batches.epoch(0)
+        for _ in range(self.steps):
+            self._advance(batches)
+            yield
+
+    def _advance(self, batches: Iterator[Any]) -> None:
+        """Do the next update."""
+        self._tell_companion()
+        with memory_advice(_advice_on_memory(self.config)):
+            self.update([next(batches) for _ in range(self.config.accumulate)])
+        self.at.step += 1
 
     def update(self, batches: list[TrainingBatch]) -> None:
         """Change the weights once, by the mean gradient of ``batches``."""
@@ -562,7 +575,7 @@ def _gather(module: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[State,
 def _schedule(optimizer: torch.optim.Optimizer, config: TrainConfig, peak: float, steps: int) -> Scheduler:
     """Return timm's schedule, one step per update; a constant learning rate is one whose steps divide by 1."""
     rates = {"poly": 1.0, "constant": 1.0}  # of ``poly``, the power
-    warmup = round(config.warmup * steps) / steps  # a whole number of updates
+    warmup = config.warmup_updates(steps) / steps
     schedule: Scheduler
     schedule, _ = create_scheduler_v2(
         optimizer,

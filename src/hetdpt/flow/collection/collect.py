@@ -92,7 +92,8 @@ def recheck_into(
     config = TypeAdapter(CollectConfig).validate_python(asked["config"])
     epochs = epochs or LONGER * config.recovery.training.epochs
     execution.require_alone(config.recovery.training.precision, ALONE)
-    longer = replace(config, recovery=config.recovery.with_settings({"training.epochs": epochs}), fine_tunes=True)
+    settings = {"training.epochs": epochs, "training.minutes": None}
+    longer = replace(config, recovery=config.recovery.with_settings(settings), fine_tunes=True)
     root = SampleNode(DENSE, None, (), ())
     nodes = {DENSE: root}
     for budget in budgets:

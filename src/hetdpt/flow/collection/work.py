@@ -95,7 +95,10 @@ class CollectionJob:
         self._clear(self._folder(node), ".*")
         picks = self._prune(node, title)
         student, found = self._fine_tune(node, title, guard)
-        speedup = None
+        before, after = found[0], found[-1]
+        is_start, speedup = after < before, None
+        if is_start:
+            student = load(self._folder(node) / START).to(self._device)
         if self.results == SAMPLES:
             save(student.cpu(), self._folder(node) / LAST, overwrite=True)
         else:
@@ -103,7 +106,8 @@ class CollectionJob:
             models, timing = {"dense": self.model, "pruned": student}, self.execution.stage(f"{title}, timing")
             timed = measure_throughput(models, batch=self.execution.batch, seconds=TIMING_SECONDS, progress=timing)
             speedup = timed.speedup["pruned"].value
-        return SampleStep(node.kinds, picks, found[0], found[-1], time.monotonic() - begun, speedup)
+        seconds = time.monotonic() - begun
+        return SampleStep(node.kinds, picks, before, max(before, after), seconds, speedup, is_start)
 
     def _clear(self, where: Path, pattern: str) -> None:
         """Remove what a kill has left half written."""

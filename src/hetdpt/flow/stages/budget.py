@@ -241,7 +241,8 @@ class CollectStage(Stage[CollectResult]):
                 seconds=step.seconds,
             )
             samples.append(sample)
-            context.note(f"sample {len(samples)} with {done.subject}: {percent(step.accuracy)}")
+            worse = ", that of before the fine-tuning, which made it worse" if step.is_start else ""
+            context.note(f"sample {len(samples)} with {done.subject}: {percent(step.accuracy)}{worse}")
         return CollectResult(tuple(samples), measured_on)
 
     def estimate(self, trials: Trials) -> StageEstimate:

@@ -142,6 +142,8 @@ class RecoverStage(Stage[RecoverResult]):
             watch=context.execution.watcher("fine-tuning"),
         )
         for epoch in epochs:
+            for note in epoch.notes if not epoch.number else ():
+                context.note(note)
             context.note(_line(epoch), best=epoch.best)
         context.processes.wait_for_everyone()  # for the first to write its results
         rows = Metrics(context.directory / METRICS).read(EPOCH)
@@ -177,14 +179,14 @@ class MergeStage(Stage[MergeResult]):
     inputs = ("recover",)
 
     def run(self, context: RunContext) -> MergeResult:
-        student = load(context.work_of("recover") / context.config.keep).to(context.device)
+        student = load(context.work_of("recover") / context.config.kept).to(context.device)
         merged = merge_(clone(student))
         record = require_record(merged)
         difference = relative_difference(student, merged, record.survey.input_size)
         if context.config.trim:
             trim_if_possible_(merged)
         save(deepcopy(merged).cpu(), context.directory / FOLDER, overwrite=True)
-        return MergeResult(len(record.merged), difference, replace(record.plan, fits=()))
+        return MergeResult(len(record.merged), difference, replace(record.plan, fits=()), context.config.kept)
 
     def estimate(self, trials: Trials) -> StageEstimate:
         text = "linear layers without an activation between them become one"

@@ -141,7 +141,7 @@ class RunContext:
         return Execution(
             device=config.device,
             workers=config.workers,
-            minutes=config.minutes,
+            minutes=config.checkpoint_minutes,
             batch=config.batch,
             progress=self.progress,
         )
@@ -196,7 +196,7 @@ class Stage(ABC, Generic[R]):
 
     def asked_of(self, config: RunConfig, known_by: Mapping[str, Any]) -> Asked:
         """Return the settings and inputs that decide the result, as far as they are known, as plain JSON."""
-        derived = {name: getattr(config, name) for name in DERIVED}
+        derived = {name: getattr(config, name) for name in DERIVED} | {"keep": config.kept}
         values = asdict(config) | {"device": find_device(config.device).type} | derived
         settings = {name: values[name] for name in self.settings}
         return {"settings": settings, "inputs": {name: known_by[name] for name in known_by if self._uses(name)}}

@@ -126,7 +126,9 @@ def _warnings(context: RunContext) -> Iterator[str]:
         yield f"{len(unreadable)} images could not be read, {unreadable[0]} first"
     if context.config.samples is not None:
         yield GIVEN
-    if context.config.keep == "best" and not context.of(RecoverResult).is_held_out:
+    if text := context.of(RecoverResult).warning(context.config.kept):
+        yield text
+    if context.config.kept == "best" and not context.of(RecoverResult).is_held_out:
         yield "the saved model is that of the best epoch, chosen on the validation images, whose accuracy flatters it"
 
 

@@ -6,26 +6,22 @@ layers, so times and sizes are estimated too high rather than too low. Nothing i
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Iterable
-from contextlib import suppress
+from contextlib import closing
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, partial
-from itertools import islice, pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from hetdpt.adapters.preprocessing import preprocessing_of
 from hetdpt.core.errors import DataError
-from hetdpt.core.format import counted
+from hetdpt.core.format import counted, duration
 from hetdpt.core.goals import GOALS
-from hetdpt.core.modules import evaluating
 from hetdpt.core.plan import KINDS, Budget, Kind, Plan
 from hetdpt.core.progress import StageProgress
 from hetdpt.data.batches import EvaluationBatches
@@ -51,11 +47,13 @@ from hetdpt.surgery.calibrate import gate_fitted_
 from hetdpt.surgery.merge import merge_
 from hetdpt.surgery.record import require_record
 from hetdpt.surgery.remove import ready, removable, without
-from hetdpt.training.recover import RecoverConfig, recover, training_data
-from hetdpt.training.trainer import Companion, Progress, State
+from hetdpt.training.decide import SPARE, fitting, probe_updates
+from hetdpt.training.rate import MOST
+from hetdpt.training.recover import RecoverConfig, attempt, training_data
+from hetdpt.training.trainer import Companion
+from hetdpt.training.trial import PATIENCE, bytes_in, evaluation_seconds
 
-PATIENCE = 2.0  # seconds after which a trial is long enough
-UPDATES = 5
+SOME_RATE = 1e-5  # for a trial of a training whose rate is found
 FEW, MORE, MANY = 4, 16, 64  # images
 RATIO = 0.3  # of the width, in a trial
 SMALL = 1 << 28  # bytes of a model that is saved for a trial; what a larger one takes is little beside its training
@@ -83,6 +81,10 @@ class TrainingTrial:
     """Whether there is a moving average of the weights."""
     evaluations: int
     """Of all validation images."""
+    minutes: float | None = None
+    """That it takes in all, if that is what was asked for."""
+    probe: int = 0
+    """Updates at most before it, to find the learning rate."""
 
     @property
     def models(self) -> int:
@@ -95,7 +97,10 @@ class TrainingTrial:
         return (KEPT + 1) * self.state
 
     def __str__(self) -> str:
-        return f"{counted(self.epochs, 'epoch')} of {counted(self.updates // self.epochs, 'update')}"
+        length = f"{counted(self.epochs, 'epoch')} of {counted(self.updates // self.epochs, 'update')}"
+        if self.minutes is not None:
+            length = f"{duration(60 * self.minutes)}, about {length}"
+        return f"{length} after up to {self.probe} to find the learning rate" if self.probe else length
 
 
 class Trials:
@@ -170,7 +175,7 @@ class Trials:
     def updating(self, training: TrainingTrial) -> float:
         """Return the seconds of all updates, and of evaluating the teacher beforehand."""
         asked = training.images if training.asks else 0
-        return training.updates * training.seconds + asked * self.evaluation
+        return (training.updates + training.probe) * training.seconds + asked * self.evaluation
 
     def timing(self, models: int, rounds: int, seconds: float) -> float:
         """Return how long ``models`` models are timed in turns, ``rounds`` times or for ``seconds``."""
@@ -188,8 +193,10 @@ class Trials:
         """Return the seconds of calibration, fine-tuning and evaluation; a narrowed model is calibrated already."""
         training = self.recovery
         calibration = 0.0 if self.config.plus else self._calibration(self.layers)
-        images = self.epoch_images[0] * training.evaluations
-        return calibration + self.updating(training) + images * self.evaluation + 3 * self.saving
+        seconds = self.updating(training) + self.epoch_images[0] * training.evaluations * self.evaluation
+        if training.minutes is not None:
+            seconds = 60 * training.minutes
+        return calibration + seconds + 3 * self.saving
 
     def _calibration(self, layers: int) -> float:
         """Return the seconds in which the replacements of ``layers`` layers are fitted, one after another."""
@@ -271,16 +278,7 @@ class Trials:
             raise DataError("accuracy is measured on the split val; open the data with it")
         wants, workers = preprocessing_of(self.model), self.config.workers
         batches = EvaluationBatches(self.data.val, wants, batch_size=BATCH, workers=workers)
-        weight, marks, each = next(self.model.parameters()), [time.perf_counter()], list[float]()
-        with torch.no_grad(), evaluating(self.model):
-            for batch in islice(batches, 3):
-                self.model(batch.images.to(weight))
-                synchronize(weight.device)
-                marks.append(time.perf_counter())
-                each.append((marks[-1] - marks[-2]) / len(batch.images))
-                if marks[-1] - marks[0] > PATIENCE:
-                    break
-        return statistics.median(each[1:] or each)  # the first one warms up
+        return evaluation_seconds(self.model, batches)
 
     @cached_property
     def batch(self) -> float:
@@ -317,33 +315,31 @@ class Trials:
 
         The dense model is the teacher.
         """
-        trial, training = _StoppedTraining(device=next(self.model.parameters()).device), settings.training
-        epochs = recover(
-            student or deepcopy(self.model),
-            None if settings.cache_teacher else self.model,  # whose answers are then at hand
-            data,
-            settings.with_settings({"cache_teacher": False}),
-            device=self.config.device,
-            workers=self.config.workers,
-            keeper=trial,
-            watch=trial.watch,
-            companion=companion,
-            evaluates=False,
-        )
-        with suppress(_Enough):
-            for _ in epochs:
-                trial.begin()
-        times = [later - earlier for earlier, later in pairwise(trial.times)]
-        has_average = bool(training.ema_decay)
+        training, has_average = settings.training, bool(settings.training.ema_decay)
+        fixed = {"cache_teacher": False, "training.lr": training.lr or SOME_RATE, "training.minutes": None}
+        teacher = None if settings.cache_teacher else self.model  # its answers are then at hand
+        place: dict[str, Any] = {"device": self.config.device, "workers": self.config.workers, "companion": companion}
+        part, _ = training_data(data, settings)
+        tried = attempt(student or deepcopy(self.model), teacher, part, settings.with_settings(fixed), **place)
+        with closing(tried):
+            seconds, state = tried.seconds(), bytes_in(tried.trainer.state())
+        epochs, steps = training.epochs, tried.trainer.steps
+        probe = MOST * probe_updates(training, steps, seconds) if training.lr is None else 0
+        if training.minutes is not None:
+            evaluation = (1 + has_average) * len(part.val or ()) * self.evaluation
+            left = SPARE * 60 * training.minutes - probe * seconds
+            epochs, steps = fitting(left, steps=steps, update=seconds, evaluation=evaluation)
         return TrainingTrial(
-            epochs=training.epochs,
-            updates=trial.updates,
-            seconds=statistics.median(times[1:] or times),  # the first one warms up
-            images=trial.updates // training.epochs * training.images_per_update(),
-            state=trial.state,
+            epochs=epochs,
+            updates=epochs * steps,
+            seconds=seconds,
+            images=steps * training.images_per_update(),
+            state=state,
             asks=settings.cache_teacher,
             has_average=has_average,
-            evaluations=(1 + training.epochs) * (1 + has_average),
+            evaluations=(1 + epochs) * (1 + has_average),
+            minutes=training.minutes,
+            probe=probe,
         )
 
     def on_all_images(self, call: Callable[[ImageBatches], object]) -> float:
@@ -377,45 +373,3 @@ class Trials:
     def _tell(self, step: str) -> None:
         if self.progress:
             self.progress(f"trying {step}", 0, 0)
-
-
-class _Enough(BaseException):
-    """Ends a training that was a trial; nothing on the way takes it for a failure."""
-
-
-@dataclass
-class _StoppedTraining:
-    """Replaces the keeper of states, and ends the training when it is given the first."""
-
-    device: torch.device
-    times: list[float] = field(default_factory=list)
-    """When it began, and when each update was done."""
-    updates: int = 0
-    state: int = 0
-
-    def begin(self) -> None:
-        self.times.append(time.perf_counter())
-
-    def watch(self, now: Progress) -> None:
-        synchronize(self.device)
-        self.times.append(time.perf_counter())
-        self.updates = now.updates
-
-    def latest(self) -> State | None:
-        return None
-
-    def is_due(self) -> bool:
-        done = len(self.times)  # with the update that was not reported yet
-        return done >= UPDATES or time.perf_counter() - self.times[0] > PATIENCE
-
-    def keep(self, state: State) -> None:
-        self.state = _bytes_in(state)
-        raise _Enough
-
-
-def _bytes_in(value: Any) -> int:
-    if isinstance(value, Tensor):
-        return value.nbytes
-    if isinstance(value, dict):
-        return sum(map(_bytes_in, value.values()))
-    return sum(map(_bytes_in, value)) if isinstance(value, list | tuple) else 0

@@ -113,10 +113,12 @@ class SampleStep:
     before: float
     """Accuracy in percent before the fine-tuning."""
     accuracy: float
-    """Accuracy after it."""
+    """Accuracy of the model that was kept: after it, or before it if that is better."""
     seconds: float
     speedup: float | None = None
     """Speedup of the merged model over the dense one; None if it was not measured."""
+    is_start: bool = False
+    """Whether the fine-tuning made it worse, so that the model from before it was kept."""
 
     @property
     def budget(self) -> Budget:
