@@ -209,5 +209,7 @@ def test_an_unknown_name_is_answered_with_the_nearest(name: str, nearest: str) -
 
 
 def test_a_name_near_to_nothing_is_answered_too() -> None:
-    with pytest.raises(TrainError, match="Available: quick, brief, search, deit_small_imagenet, .*_giant_cifar100$"):
+    with pytest.raises(
+        TrainError, match="Available: quick, few_images, brief, search, deit_small_imagenet, .*_giant_cifar100$"
+    ):
         recipe("")

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from hetdpt.training.recover import RecoverConfig
     from hetdpt.training.trainer import Epoch
 
-HELD_OUT = 0.1  # of the training images, to choose among epochs on
-
 
 class OneShotOptions(ModelOptions, ImageOptions, DeviceOptions, OverwriteOptions, OutputOptions):
     out: Path
@@ -36,19 +34,18 @@ class OneShotOptions(ModelOptions, ImageOptions, DeviceOptions, OverwriteOptions
     recover: bool = option(default=False, panel="Training")
     """Then train the model on all these images with the dense model as its teacher; no labels."""
     epochs: Any = option("RecoverConfig.training.epochs", least=1, shows_default=False, panel="Training")
+    minutes: Any = option("RecoverConfig.training.minutes", panel="Training")
     changes: list[str] = option(flag="--set", default=[], panel="Training")
     """Any other setting of that training, such as training.lr=1e-4; may be repeated."""
 
     def recovery(self) -> RecoverConfig | None:
-        """Return the settings of the training: those of the recipe quick, without labels; None without --recover."""
+        """Return the settings of the training: those of the recipe few_images; None without --recover."""
         given = self.settings("RecoverConfig")
         if not self.recover:
             if given or self.changes:
-                raise TrainError("--epochs and --set are settings of a training; add --recover")
+                raise TrainError("--epochs, --minutes and --set are settings of a training; add --recover")
             return None
-        config = config_of("quick", {}, [])
-        usual = {"distillation.kind": "soft", "distillation.alpha": 1.0, "hold_out": config.hold_out or HELD_OUT}
-        return config_of("quick", {**usual, "training.seed": self.seed, **given}, self.changes)
+        return config_of("few_images", {"training.seed": self.seed, **given}, self.changes)
 
 
 def oneshot(options: OneShotOptions) -> None:

@@ -80,6 +80,27 @@ def quick() -> Recipe:
     )
 
 
+def few_images() -> Recipe:
+    """Return settings for some hundred or thousand images, with or without labels; ours, not the paper's.
+
+    The student learns the teacher's answers and hidden states on the views that it sees itself, and no labels
+    (../docs/training.md, hidden states). The learning rate is found for the model at hand, and epochs are measured on
+    training images that are held out.
+    """
+    row = quick()
+    settings = {
+        "training.epochs": 10,
+        "training.lr": None,
+        "training.final_lr": 0.01,
+        "training.weight_decay": 0.0,
+        "distillation.alpha": 1.0,
+        "distillation.hidden": 5.0,
+        "augmentation.scale": (0.25, 1.0),
+        "hold_out": 0.1,
+    }
+    return replace(row, config=row.config.with_settings(settings), hours="not printed (ours); give --minutes")
+
+
 def brief() -> Recipe:
     """Return ``quick`` for a model without one more layer, as a step of ``hetdpt collect``: one epoch, small steps.
 
@@ -273,6 +294,7 @@ RECIPES: dict[str, Callable[[], Recipe]] = {
     make.__name__: make
     for make in (
         quick,
+        few_images,
         brief,
         search,
         deit_small_imagenet,
