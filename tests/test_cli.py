@@ -23,6 +23,7 @@ import hetdpt
 from hetdpt.cli import main
 from hetdpt.core.modules import clone
 from hetdpt.core.plan import Plan
+from hetdpt.surgery.record import require_record
 
 VIT = "test_vit"  # the smallest vision transformer of timm: 6 blocks of width 64, images of 160 x 160
 PLAN = hetdpt.Plan(attention=(1, 4), activation=(2, 3))
@@ -373,10 +374,18 @@ def test_a_plan_the_paper_does_not_have(run: Run) -> None:
 
 def test_an_empty_plan(run: Run, tmp_path: Path) -> None:
     path = written(tmp_path, "{}")
-    text = f"the plan {path} removes nothing; list block numbers under 'attention' or 'activation'"
+    text = f"the plan {path} removes nothing; list block numbers under 'attention' or 'activation', or give a 'tail'"
     for command in (["inspect", VIT], ["bench", VIT], ["apply", VIT, "--out", tmp_path / "out"]):
         run(*command, "--plan", path).is_refused(text)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_plan_of_a_tail_alone(run: Run, tmp_path: Path) -> None:
+    path, out = written(tmp_path, '{"tail": 2}'), tmp_path / "out"
+    run("apply", VIT, "--plan", path, "--out", out).is_refused_like(".*tail of 2.*images.*")
+    assert not out.exists()
+    run("apply", VIT, "--plan", path, "--data", "demo", "--images", "8", "--out", out)
+    assert require_record(hetdpt.load(out)).plan.tail == 2
 
 
 def test_a_plan_that_is_missing_or_cannot_be_read(run: Run, tmp_path: Path) -> None:

@@ -293,7 +293,7 @@ class WorkOptions(WorkerOptions, panel="Device"):
 
 
 def read_plan(name: str) -> Plan:
-    """Return the plan in a file, or the published one of that name; ``PlanError`` for a plan without layers."""
+    """Return the plan in a file, or the published one of that name; ``PlanError`` for one that changes nothing."""
     if name.startswith(PREFIX):
         return published_plan(name)
     try:
@@ -302,8 +302,10 @@ def read_plan(name: str) -> Plan:
         raise PlanError(
             f"the plan {name} cannot be read: {error}; give a JSON file or a name such as paper/deit_base-10"
         ) from None
-    if not len(plan):
-        raise PlanError(f"the plan {name} removes nothing; list block numbers under 'attention' or 'activation'")
+    if plan.is_empty:
+        raise PlanError(
+            f"the plan {name} removes nothing; list block numbers under 'attention' or 'activation', or give a 'tail'"
+        )
     return plan
 
 
