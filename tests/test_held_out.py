@@ -108,7 +108,7 @@ def test_a_start_that_training_makes_worse_stays_the_best(tmp_path: Path) -> Non
     learned = replace(SHORT, training=training, per_class=None, fraction=0.15)
     dense = hetdpt.load(build_trained(tmp_path, learned) / "dense")
     harmful = replace(HELD, training=replace(PLAIN, lr=1.0, schedule="constant", clip_grad=1.0))
-    epochs = list(recover_into(tmp_path / "run", deepcopy(dense), dense, "demo", harmful, validates=True))
+    epochs = list(recover_into(tmp_path / "run", deepcopy(dense), dense, "demo", harmful))
     assert epochs[0].last is not None
     assert epochs[0].last > max(epoch.last or 0 for epoch in epochs[1:])
     summary = summary_of(tmp_path / "run")
@@ -123,7 +123,7 @@ def test_a_start_that_training_makes_worse_stays_the_best(tmp_path: Path) -> Non
 
 def test_with_nothing_held_out_the_summary_names_the_validation_images(tmp_path: Path) -> None:
     dense, plan = hetdpt.load(build(tmp_path / "dense")), Plan(attention=(1,))
-    for _ in recover_into(tmp_path / "run", deepcopy(dense), dense, "demo", SHORT, plan=plan, validates=True):
+    for _ in recover_into(tmp_path / "run", deepcopy(dense), dense, "demo", SHORT, plan=plan):
         pass
     summary = summary_of(tmp_path / "run")
     assert summary["measured_on"] == "360 validation images"

@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import load_file
 
 import hetdpt
+from hetdpt.store.run_directory import summary_of
 
 DATA = ("--data", "demo")
 SMALL = (
@@ -166,10 +167,14 @@ def test_a_finished_run_is_told_and_another_wish_is_refused(home: Path, whole: P
 
 
 @pytest.mark.slow
-def test_two_processes_with_half_the_batch_equal_one(home: Path, tmp_path: Path) -> None:
-    one, two = tmp_path / "one", tmp_path / "two"
-    finish([sys.executable, *recovery(home, one, *PLAIN)])
-    finish([*TORCHRUN, *recovery(home, two, *PLAIN, "--batch-size", "4")])
+@pytest.mark.parametrize("hold_out", ["0", "0.25"])
+def test_two_processes_with_half_the_batch_equal_one(home: Path, tmp_path: Path, hold_out: str) -> None:
+    one, two, more = tmp_path / "one", tmp_path / "two", (*PLAIN, "--set", f"hold_out={hold_out}")
+    finish([sys.executable, *recovery(home, one, *more)])
+    finish([*TORCHRUN, *recovery(home, two, *more, "--batch-size", "4")])
+    ours, theirs = (summary_of(out).get("validation") for out in (one, two))  # by all processes, after training
+    assert (ours is None) == (hold_out == "0")
+    assert ours == theirs or ours["loss"] == pytest.approx(theirs["loss"], rel=1e-4)
     first, second = (load_file(out / "last" / "model.safetensors") for out in (one, two))
     start = load_file(home / "dense" / "model.safetensors")
     for key in first:

@@ -283,7 +283,7 @@ def test_it_prints_plain_lines_where_nobody_watches(finished: tuple[Path, Result
         pattern = rf"epoch {epoch}/2: loss \d\.\d{{4}}, last {number}, best {number}, ema {number}, {speed}"
         assert re.fullmatch(pattern, line), line
     shown = ", ".join(f"{name} {summary[name]:.2f} %" for name in ("start", "last", "best", "ema"))
-    assert accuracy == f"accuracy: {shown}"
+    assert accuracy == f"accuracy of 360 validation images: {shown}"
     assert saved == f"saved to {out}: last, best, ema"
 
 

@@ -156,7 +156,6 @@ def _recover(
         if trims and (why_not := trim_if_possible_(place_(clone(student), plan) if plan else clone(student))):
             display.say(why_not)
         more = {"tensorboard": options.tensorboard, "watch": display.training, "trims": trims, **removal}
-        more["validates"] = True
         for epoch in recover_into(out, student, teacher, data, config, options.execution(display), **more):
             if is_resumed:
                 display.say(f"resuming {out}")

@@ -56,7 +56,6 @@ def recover_into(
     calibration: int = CALIBRATION,
     merges: bool = True,
     trims: bool = False,
-    validates: bool = False,
     tensorboard: bool = False,
     watch: Callable[[Progress], None] | None = None,
 ) -> Iterator[Epoch]:
@@ -65,8 +64,8 @@ def recover_into(
     With a ``plan`` its layers are removed from the student first; replacements are fitted on ``calibration`` training
     images, and the student they make is saved as ``start``. With ``trims`` it is trained and saved trimmed, where
     that is possible. In the end there are saved models, merged unless ``merges`` is False: ``best``, ``last``
-    and, with a moving average, ``ema``. The summary says on which images epochs were measured; if those are not the
-    validation images and it ``validates``, it has the scores of ``best`` on these too.
+    and, with a moving average, ``ema``. The summary says on which images epochs were measured; if those were held out
+    and models are merged, and so final, it has the scores of ``best`` on the validation images too.
     """
     execution = execution or Execution()
     opened = data if isinstance(data, Data) else open_data(data)
@@ -108,7 +107,7 @@ def recover_into(
 
     def about() -> dict[str, Any]:
         found: dict[str, Any] = {"metric": opened.metric, "measured_on": measured_on}
-        if not validates or not config.hold_out or opened.val is None or isinstance(opened.train, Stream):
+        if not merges or not config.hold_out or opened.val is None or isinstance(opened.train, Stream):
             return found
         processes.wait_for_everyone()  # for the first to save the model
         best = load(run.directory / "best").to(processes.device)
