@@ -41,18 +41,19 @@ UNNAMED = {("collect", "analyse"): "the prices of layers are written beside the 
 TRAINING: dict[str, Any] = {
     "epochs": 3, "batch_size": 4, "accumulate": 2, "optimizer": "sgd", "lr": 1e-3, "lr_batch": 64, "final_lr": 0.5,
     "schedule": "poly", "warmup_epochs": 0.5, "decay_epochs": 7.0, "weight_decay": 0.01, "layer_decay": 0.7,
-    "backbone_lr": 0.5, "momentum": 0.5, "clip_grad": 2.0, "mixup": 0.3, "cutmix": 0.3, "smoothing": 0.3,
-    "ema_decay": 0.5, "ema_warmup": True, "precision": "float32", "seed": 7,
+    "backbone_lr": 0.5, "momentum": 0.5, "clip_grad": 2.0, "mixup": 0.3, "cutmix": 0.3, "mix_prob": 0.3,
+    "smoothing": 0.3, "ema_decay": 0.5, "ema_warmup": True, "precision": "float32", "seed": 7,
 }  # fmt: skip
 AUGMENTATION: dict[str, Any] = {
     "auto_augment": "rand-m1-mstd0.5-inc1", "color_jitter": 0.7, "erasing": 0.7, "scale": (0.3, 0.9),
-    "ratio": (0.9, 1.1), "hflip": 0.1, "repeats": 2, "fixed_views": True,
+    "ratio": (0.9, 1.1), "hflip": 0.1, "repeats": 2, "views": 1,
 }  # fmt: skip
 RECOVERY: dict[str, Any] = {
     **{f"training.{name}": value for name, value in TRAINING.items()},
     **{f"augmentation.{name}": value for name, value in AUGMENTATION.items()},
-    "distillation.kind": "hard", "distillation.alpha": 0.3, "distillation.temperature": 3.0, "drop_path": 0.3,
-    "train_merged": True, "cache_teacher": True, "fraction": 0.5, "per_class": 5,
+    "distillation.kind": "hard", "distillation.alpha": 0.3, "distillation.temperature": 3.0,
+    "distillation.hidden": 2.0, "drop_path": 0.3, "train_merged": True, "cache_teacher": True, "fraction": 0.5,
+    "per_class": 5,
 }  # fmt: skip
 ANOTHER: dict[str, Any] = {
     "model": "other", "weights": Path("w.pt"), "pretrained": True, "num_classes": 3, "img_size": 32, "data": "other",
@@ -71,10 +72,10 @@ ANOTHER: dict[str, Any] = {
 NEEDS: dict[str, dict[str, Any]] = {
     "repeats": {"training.mixup": 0.0},
     "cache_teacher": {
-        "augmentation.fixed_views": True, "augmentation.repeats": 1, "training.mixup": 0.0, "training.cutmix": 0.0,
+        "augmentation.views": 1, "augmentation.repeats": 1, "training.mixup": 0.0, "training.cutmix": 0.0,
         "distillation.kind": "soft",
     },
-    "fixed_views": {"augmentation.repeats": 1}, "fraction": {"per_class": None},
+    "views": {"augmentation.repeats": 1}, "fraction": {"per_class": None},
 }  # fmt: skip
 """Settings of the same table without which another value is refused."""
 

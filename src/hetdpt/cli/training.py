@@ -96,6 +96,8 @@ class RecoverOptions(TrainOptions, TrimOptions):
     temperature: Any = option("RecoverConfig.distillation.temperature", panel="Training", shows_default=False)
     train_merged: Any = option("RecoverConfig.train_merged", panel="Training")
     cache_teacher: Any = option("RecoverConfig.cache_teacher", panel="Training")
+    views: Any = option("RecoverConfig.augmentation.views", least=1, panel="Training", shows_default=False)
+    """Fixed views of each image, one per epoch in turn; 1 by default with --cache-teacher."""
 
 
 def recover(options: RecoverOptions) -> None:
@@ -104,7 +106,7 @@ def recover(options: RecoverOptions) -> None:
     from hetdpt.export.saved import open_model, saved_directory
     from hetdpt.flow.resumable import CALIBRATION
 
-    config = options.recovery({"augmentation.fixed_views": True} if options.cache_teacher else None)
+    config = options.recovery({"augmentation.views": options.views or 1} if options.cache_teacher else None)
     if options.teacher_weights is not None and options.teacher is None:
         raise TrainError("--teacher-weights needs a teacher; add --teacher MODEL")
     is_saved = saved_directory(options.model) is not None  # so that it has sizes, and the options are the teacher's

@@ -2,34 +2,37 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing
+from contextlib import ExitStack, closing
 from copy import deepcopy
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from hetdpt.adapters.identity import fingerprint
 from hetdpt.adapters.models import num_classes_of
 from hetdpt.adapters.preprocessing import preprocessing_of
 from hetdpt.core.errors import TrainError
-from hetdpt.core.modules import memory_advice
 from hetdpt.data.augmentation import Augmentation
 from hetdpt.data.batches import EvaluationBatches, TrainingBatches
 from hetdpt.data.sources import Data, check_classes, open_data
 from hetdpt.data.subset import require_part, subset
 from hetdpt.data.views import Share
 from hetdpt.measurement.accuracy import measure_accuracy
+from hetdpt.store.config_diff import flat
 from hetdpt.store.settings import changed
 from hetdpt.surgery.merge import merge_
 from hetdpt.surgery.record import survey_of
-from hetdpt.surgery.tail import trim_if_possible_
+from hetdpt.surgery.tail import trim_if_possible_, trim_to_class_token_
 from hetdpt.training.config import TrainConfig
 from hetdpt.training.drop_paths import drop_paths
 from hetdpt.training.objective import Distillation, Objective
 from hetdpt.training.processes import Accelerator, start
+from hetdpt.training.teacher_cache import Asking, TeacherCache
 from hetdpt.training.trainer import Companion, Epoch, Keeper, Progress, Trainer
 
 
@@ -48,7 +51,7 @@ class RecoverConfig:
     train_merged: bool = False
     """Merge FFNs without activation before training, which is cheaper, instead of after it."""
     cache_teacher: bool = False
-    """Run the teacher once for every image instead of in every epoch; needs fixed views."""
+    """Run the teacher once for every fixed view instead of in every epoch, and keep its answers on disk."""
     fraction: float | None = None
     """Fraction of the training images to use."""
     per_class: int | None = None
@@ -58,10 +61,10 @@ class RecoverConfig:
         require_part(self.fraction, self.per_class)
         if not 0 <= self.drop_path < 1:
             raise TrainError(f"drop_path is {self.drop_path}; expected a probability below 1")
-        if self.cache_teacher and not (self.augmentation.fixed_views and not self.training.mixes):
+        if self.cache_teacher and not (self.augmentation.views and not self.training.mixes):
             raise TrainError(
-                "cache_teacher needs fixed views: set augmentation.fixed_views to true and training.mixup and "
-                "training.cutmix to 0, or leave out cache_teacher"
+                "cache_teacher needs fixed views: set augmentation.views to how many an image has, and training.mixup "
+                "and training.cutmix to 0, or leave out cache_teacher"
             )
         if self.cache_teacher and self.distillation.kind == "none":
             raise TrainError("cache_teacher has no effect without distillation; leave it out")
@@ -87,13 +90,15 @@ def recover(
     watch: Callable[[Progress], None] | None = None,
     companion: Companion | None = None,
     evaluates: bool = True,
+    cache: TeacherCache | None = None,
 ) -> Iterator[Epoch]:
     """Train ``student`` in place on ``data`` with the dense ``teacher``; yield an :class:`Epoch` before and after each.
 
     ``teacher`` may share weights with the student: it is copied. None trains on the labels alone, whatever
     ``config.distillation`` says. Weights of half precision are trained in float32. ``keeper`` keeps states to resume
     from, ``watch`` is called after every update, ``companion`` learns along with the weights. Without ``evaluates``,
-    epochs have no accuracies.
+    epochs have no accuracies. ``cache`` says where the answers of a cached teacher are kept; in a temporary directory
+    if it does not.
 
     >>> import hetdpt, timm
     >>> dense = timm.create_model("vit_tiny_patch16_224", img_size=16, patch_size=4, depth=2, num_classes=10)
@@ -110,8 +115,6 @@ def recover(
     opened = data if isinstance(data, Data) else open_data(str(data))
     batches, validation = _batches(student, opened, config, accelerator, workers)
     objective = Objective(student, config.training, *_teaching(student, teacher, config, accelerator))
-    if config.cache_teacher and objective.teacher is not None:
-        objective.cached = _teacher_logits(objective, batches, accelerator)
     unreadable: set[str] = set()
 
     def evaluate(model: nn.Module) -> float:
@@ -120,17 +123,23 @@ def recover(
         return scores.top1
 
     found = survey_of(student)  # before the weights are spread over processes
-    trainer = Trainer(
-        accelerator,
-        objective,
-        batches,
-        config.training,
-        evaluate=evaluate if evaluates else None,
-        keeper=keeper,
-        watch=watch,
-        companion=companion,
-    )
-    with closing(trainer.epochs()) as epochs:
+    with ExitStack() as opened_files:
+        if config.cache_teacher and teacher is not None:
+            asking = Asking(objective.teacher_answers, batches, config.augmentation.views)
+            known_by = _cached_by(teacher, opened, config, accelerator)
+            answers = (cache or TeacherCache()).answers(asking, accelerator, known_by)
+            objective.cached = opened_files.enter_context(answers)
+        trainer = Trainer(
+            accelerator,
+            objective,
+            batches,
+            config.training,
+            evaluate=evaluate if evaluates else None,
+            keeper=keeper,
+            watch=watch,
+            companion=companion,
+        )
+        epochs = opened_files.enter_context(closing(trainer.epochs()))
         while True:
             with drop_paths(student, config.drop_path, found):  # not while the caller has the student
                 epoch = next(epochs, None)
@@ -177,18 +186,16 @@ def _teaching(
     if sizes[0] != sizes[1]:
         raise TrainError(f"the student takes images of {sizes[0]} but the teacher of {sizes[1]}; they must be the same")
     copy = deepcopy(teacher).to(accelerator.device, torch.float32)
-    trim_if_possible_(copy)  # only its logits are read
+    if config.distillation.hidden:
+        trim_to_class_token_(copy)  # not to the mean of its tokens: its last stream is read
+    else:
+        trim_if_possible_(copy)  # only its logits are read
     return config.distillation, copy
 
 
-def _teacher_logits(objective: Objective, batches: TrainingBatches, accelerator: Accelerator) -> Tensor:
-    """Return the teacher's logits (images, classes) for the fixed view of every training image, on the CPU."""
-    answers = torch.zeros(batches.count, num_classes_of(objective.model.model))
-    for batch in batches.in_order():
-        is_real = batch.indices >= 0
-        with memory_advice(f"{len(batch.images)} images at once do not fit in memory; lower --batch-size"):
-            logits = objective.teacher_logits(batch.images.to(accelerator.device)).float().cpu()
-        answers[batch.indices[is_real]] = logits[is_real]
-    if accelerator.num_processes > 1:
-        answers = accelerator.reduce(answers.to(accelerator.device), reduction="sum").cpu()
-    return answers
+def _cached_by(teacher: nn.Module, data: Data, config: RecoverConfig, accelerator: Accelerator) -> dict[str, Any]:
+    """Return what decides the answers of a teacher to the views of images, and a little more, as plain JSON."""
+    settings = {name: value for name, value in flat(asdict(config)).items() if not name.startswith("training.")}
+    known = {"teacher": fingerprint(teacher), **data.facts(), **settings, "seed": config.training.seed}
+    plain: dict[str, Any] = json.loads(json.dumps({**known, "precision": accelerator.mixed_precision}))
+    return plain

@@ -142,6 +142,7 @@ class RunContext:
             minutes=config.minutes,
             batch=config.batch,
             progress=self.progress,
+            note=self.note,
         )
 
 
