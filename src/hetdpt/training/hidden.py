@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hetdpt.adapters.anatomy import Handle
+from hetdpt.adapters.anatomy import Handle, Survey
 from hetdpt.core.errors import ModelError, TrainError
 from hetdpt.core.plan import Plan
 from hetdpt.surgery.kept import MeanStep
-from hetdpt.surgery.record import Record, layout_of, record_of, survey_of, with_layout
+from hetdpt.surgery.record import InputSize, Record, layout_of, record_of, survey_of, with_layout
 
 Streams = dict[int, Tensor]
 """The stream after each block, by its number: (B, N, D), the class token first."""
@@ -27,9 +27,9 @@ Streams = dict[int, Tensor]
 class BlockOutputs:
     """Reads the stream after each block of a model."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, survey: Survey) -> None:
         self.model = model
-        last = {handle.site.block: handle for handle in survey_of(model).handles}
+        last = {handle.site.block: handle for handle in survey.handles}
         self.last: dict[int, Handle] = {n: handle for n, handle in last.items() if not self._is_mean(handle)}
         """The last branch of each block whose output is a stream."""
 
@@ -51,11 +51,22 @@ class BlockOutputs:
 def _keep(streams: Streams, number: int, handle: Handle, _: nn.Module, args: Any, output: Any) -> None:
     while isinstance(output, tuple):  # of transformers, or of a block in a tail; the stream comes first
         output = output[0]
-    is_map = handle.parts is not None and handle.parts.is_direct
-    axis = handle.parts.gate_layout.axis if is_map and handle.parts else -1
-    if axis >= 0:
-        output = output.movedim(1 + axis, -1)
-    streams[number] = output.movedim(handle.images_at, 0).flatten(1, -2)
+    output = output.movedim(handle.images_at, 0)
+    if output.ndim == 2:  # one vector, to which a head has pooled the tokens
+        output = output.unsqueeze(1)
+    streams[number] = output.movedim(_channel_axis(output, handle), -1).flatten(1, -2)
+
+
+def _channel_axis(stream: Tensor, handle: Handle) -> int:
+    """Return the axis of the channels in (B, N, D) or in feature maps (B, H, W, D) or (B, D, H, W).
+
+    The last branch may get its values in another layout than that of the stream.
+    """
+    if handle.parts is None or stream.ndim == 3:
+        return -1
+    layout = handle.parts.gate_layout
+    own = [1 + layout.axis] if len(layout.shape) == stream.ndim - 1 else []
+    return next((axis for axis in (*own, -1, 1) if stream.shape[axis] == layout.width), -1)
 
 
 class HiddenLoss:
@@ -67,10 +78,12 @@ class HiddenLoss:
     """
 
     def __init__(self, student: nn.Module, teacher: nn.Module) -> None:
-        self.student, self.teacher = BlockOutputs(student), BlockOutputs(teacher)
-        self.protected = protected_tokens(teacher)
+        ours = survey_of(student)
+        theirs = survey_of(teacher, ours.input_size)
+        self.student, self.teacher = BlockOutputs(student, ours), BlockOutputs(teacher, theirs)
+        self.protected = protected_tokens(teacher, ours.input_size)
         self._channels = _channels_of(student, teacher)
-        blocks = [survey_of(model).anatomy.blocks for model in (student, teacher)]
+        blocks = [survey.anatomy.blocks for survey in (ours, theirs)]
         if blocks[0] != blocks[1]:
             raise TrainError(
                 f"hidden states are compared block by block, but the student has {blocks[0]} blocks and the teacher "
@@ -100,6 +113,8 @@ class HiddenLoss:
                 "distillation.hidden to 0"
             )
         counts = student.shape[1], target.shape[1]
+        if target.shape[-1] == 1:  # which a norm turns into zeros; a block of CSATv2 has such a map
+            return 0
         return counts[0] if counts[0] == counts[1] else min(self.protected, *counts)
 
     def __call__(self, student: Streams, targets: Streams) -> Tensor:
@@ -131,10 +146,10 @@ def _channels_of(student: nn.Module, teacher: nn.Module) -> list[int] | None:
     return [places[channel] for channel in ours]
 
 
-def protected_tokens(model: nn.Module) -> int:
+def protected_tokens(model: nn.Module, input_size: InputSize | None = None) -> int:
     """Return how many tokens of ``model`` are class, distillation or register tokens; 0 where all are patches."""
     try:
-        record = with_layout(model, record_of(model) or Record(survey_of(model), Plan()))
+        record = with_layout(model, record_of(model) or Record(survey_of(model, input_size), Plan()))
     except ModelError:  # its blocks get maps, or tokens of several sizes
         return 0
     return layout_of(record).protected
