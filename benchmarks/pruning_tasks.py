@@ -20,6 +20,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from evidence import VIT_TINY
 from torch import Tensor, nn
@@ -44,6 +45,7 @@ from hetdpt.surgery.record import survey_of
 from hetdpt.training.objective import Objective
 from hetdpt.training.processes import start
 from hetdpt.training.recover import RecoverConfig
+from hetdpt.training.teacher_cache import TeacherAnswers
 from hetdpt.training.trainer import Trainer
 
 PRELOADED = ["hetdpt.flow.pipeline"]  # it imports all that a task needs
@@ -254,11 +256,11 @@ def trainer_of(
     config = config or usual(setting)
     source = setting.data().train
     assert source is not None
-    augmentation = replace(config.augmentation, fixed_views=is_cached)
+    augmentation = replace(config.augmentation, views=int(is_cached))
     batches = TrainingBatches(source, preprocessing_of(student), augmentation, batch_size=setting.batch)
     objective = Objective(student, config.training, config.distillation if teacher is not None else None, teacher)
     if is_cached:
-        objective.cached = torch.zeros(batches.count, source.num_classes)
+        objective.cached = TeacherAnswers(np.zeros((1, batches.count, source.num_classes), np.float32), {})
     return Trainer(start(device="cpu"), objective, batches, config.training, **more)
 
 

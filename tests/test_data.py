@@ -390,7 +390,7 @@ def test_subsets_that_cannot_be_are_refused(arguments: dict[str, Any], text: str
         ({"ratio": (2.0, 1.0)}, "ratio is two increasing numbers"),
         ({"color_jitter": -1}, "color_jitter is at least 0"),
         ({"repeats": 0}, "repeats is at least 1, not 0"),
-        ({"fixed_views": True}, "fixed views repeated 3 times would be the same view; set repeats to 1"),
+        ({"views": 1}, "fixed views repeated 3 times would be the same view; set repeats to 1"),
     ],
 )
 def test_augmentations_that_contradict_themselves_are_refused(arguments: dict[str, Any], text: str) -> None:
@@ -465,7 +465,7 @@ def test_evaluation_is_timms_for_the_model(train: Source) -> None:
 # Training batches
 
 
-@pytest.mark.parametrize("augmentation", [Augmentation(), ONCE, Augmentation(repeats=1, fixed_views=True)])
+@pytest.mark.parametrize("augmentation", [Augmentation(), ONCE, Augmentation(repeats=1, views=1)])
 def test_workers_have_no_part_in_a_view(train: Source, augmentation: Augmentation) -> None:
     alone = TrainingBatches(train, WANTED, augmentation, batch_size=4, seed=3)
     helped = TrainingBatches(train, WANTED, augmentation, batch_size=4, seed=3, workers=2)
@@ -520,7 +520,7 @@ def test_views_differ_by_epoch_seed_and_repeat_unless_fixed(train: Source) -> No
         return found
 
     assert all(len(set(same)) == 3 for same in views(Augmentation(), 0).values())
-    fixed = Augmentation(repeats=1, fixed_views=True)
+    fixed = Augmentation(repeats=1, views=1)
     for augmentation, epochs_agree in ((ONCE, False), (fixed, True)):
         one, other = views(augmentation, 0), views(augmentation, 1)
         assert len(one) == 15
@@ -530,7 +530,7 @@ def test_views_differ_by_epoch_seed_and_repeat_unless_fixed(train: Source) -> No
 
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_fixed_views_in_order_are_those_of_the_epochs(train: Source, world: int) -> None:
-    fixed = Augmentation(repeats=1, fixed_views=True)
+    fixed = Augmentation(repeats=1, views=1)
     seen = {}
     for batch in TrainingBatches(train, WANTED, fixed, batch_size=3, seed=4).epoch(8):
         seen.update(zip(batch.indices.tolist(), batch.images, strict=True))
@@ -543,7 +543,7 @@ def test_fixed_views_in_order_are_those_of_the_epochs(train: Source, world: int)
         for index, target, image in zip(batch.indices.tolist(), batch.targets.tolist(), batch.images, strict=True):
             assert torch.equal(image, seen[index] if index >= 0 else torch.zeros(3, 16, 16))
             assert target == (train.targets()[index] if index >= 0 else -1)
-    with pytest.raises(DataError, match="only fixed views can be read in order; set fixed_views"):
+    with pytest.raises(DataError, match="only fixed views can be read in order; set views"):
         TrainingBatches(train, WANTED, ONCE, batch_size=3).in_order()
 
 

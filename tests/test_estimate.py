@@ -221,7 +221,7 @@ def test_a_checkpoint_has_weights_two_moments_and_an_average(dense: nn.Module, e
 
 def test_answers_of_a_teacher_that_are_kept_are_asked_for_once(dense: nn.Module) -> None:
     asked = config(Path("nowhere"))
-    kept = {"cache_teacher": True, "augmentation.fixed_views": True}
+    kept = {"cache_teacher": True, "augmentation.views": 1}
     tried = Trials(asked, dense, DATA).training(asked.recovery.with_settings(kept), DATA)
     assert tried.asks
     assert not Trials(asked, dense, DATA).training(asked.recovery, DATA).asks

@@ -43,11 +43,11 @@ TRAINING: dict[str, Any] = {
     "epochs": 3, "minutes": 3.0, "batch_size": 4, "accumulate": 2, "optimizer": "sgd", "lr": 1e-3, "lr_batch": 64,
     "final_lr": 0.5, "schedule": "poly", "warmup_epochs": 0.5, "decay_epochs": 7.0, "weight_decay": 0.01,
     "layer_decay": 0.7, "backbone_lr": 0.5, "momentum": 0.5, "clip_grad": 2.0, "mixup": 0.3, "cutmix": 0.3,
-    "smoothing": 0.3, "ema_decay": 0.5, "ema_warmup": True, "precision": "float32", "seed": 7,
+    "mix_prob": 0.3, "smoothing": 0.3, "ema_decay": 0.5, "ema_warmup": True, "precision": "float32", "seed": 7,
 }  # fmt: skip
 AUGMENTATION: dict[str, Any] = {
     "auto_augment": "rand-m1-mstd0.5-inc1", "color_jitter": 0.7, "erasing": 0.7, "scale": (0.3, 0.9),
-    "ratio": (0.9, 1.1), "hflip": 0.1, "repeats": 2, "fixed_views": True,
+    "ratio": (0.9, 1.1), "hflip": 0.1, "repeats": 2, "views": 1,
 }  # fmt: skip
 RECOVERY: dict[str, Any] = {
     **{f"training.{name}": value for name, value in TRAINING.items()},
@@ -73,10 +73,10 @@ ANOTHER: dict[str, Any] = {
 NEEDS: dict[str, dict[str, Any]] = {
     "repeats": {"training.mixup": 0.0},
     "cache_teacher": {
-        "augmentation.fixed_views": True, "augmentation.repeats": 1, "training.mixup": 0.0, "training.cutmix": 0.0,
+        "augmentation.views": 1, "augmentation.repeats": 1, "training.mixup": 0.0, "training.cutmix": 0.0,
         "distillation.kind": "soft",
     },
-    "fixed_views": {"augmentation.repeats": 1}, "fraction": {"per_class": None},
+    "views": {"augmentation.repeats": 1}, "fraction": {"per_class": None},
 }  # fmt: skip
 """Settings of the same table without which another value is refused."""
 

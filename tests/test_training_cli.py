@@ -474,7 +474,7 @@ def test_recovery_of_a_saved_student(run: Run, home: Path, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("distill", ["hard", pytest.param("soft", marks=pytest.mark.slow)])
 def test_the_cached_teacher_trains_as_the_teacher_does(run: Run, home: Path, tmp_path: Path, distill: str) -> None:
-    fixed = ("--set", "augmentation.fixed_views=true", "--distill", distill)
+    fixed = ("--set", "augmentation.views=1", "--distill", distill)
     assert run(*recovery(home, tmp_path / "asked", *fixed)).code == 0
     assert run(*recovery(home, tmp_path / "cached", "--cache-teacher", "--distill", distill)).code == 0
     for one, other in zip(lines(tmp_path / "asked"), lines(tmp_path / "cached"), strict=True):

@@ -29,6 +29,8 @@ class Classifier(nn.Module):
         super().__init__()
         self.model = model
         self.is_distilling = False
+        self.is_apart = True
+        """Whether two heads learn apart, one from labels and one from a teacher; otherwise their mean learns."""
 
     def set_distilled_training(self, enable: bool = True) -> None:
         """Return pairs from now on, or not; timm calls this method of its own models by the same name."""
@@ -38,7 +40,9 @@ class Classifier(nn.Module):
 
     def forward(self, images: Tensor) -> Any:
         answer = self.model(images)
-        return pair_of(answer) if self.is_distilling and self.training else logits_of(answer)
+        if not (self.is_distilling and self.training):
+            return logits_of(answer)
+        return pair_of(answer if self.is_apart else logits_of(answer))
 
 
 def logits_of(answer: Any) -> Tensor:

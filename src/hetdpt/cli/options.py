@@ -280,7 +280,7 @@ class WorkerOptions(DeviceOptions, panel="Device"):
         """Return how this process works: its device, the processes that read images, and how it reports progress."""
         from hetdpt.flow.execution import Execution
 
-        return Execution(device=self.device, workers=self.worker_count, progress=display.step, **more)
+        return Execution(device=self.device, workers=self.worker_count, progress=display.step, note=display.say, **more)
 
 
 class WorkOptions(WorkerOptions, panel="Device"):

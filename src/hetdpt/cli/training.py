@@ -98,6 +98,8 @@ class RecoverOptions(TrainOptions, TrimOptions):
     temperature: Any = option("RecoverConfig.distillation.temperature", panel="Training", shows_default=False)
     train_merged: Any = option("RecoverConfig.train_merged", panel="Training")
     cache_teacher: Any = option("RecoverConfig.cache_teacher", panel="Training")
+    views: Any = option("RecoverConfig.augmentation.views", least=1, panel="Training", shows_default=False)
+    """Fixed views of each image, one per epoch in turn; 1 by default with --cache-teacher."""
 
 
 def recover(options: RecoverOptions) -> None:
@@ -107,7 +109,7 @@ def recover(options: RecoverOptions) -> None:
     from hetdpt.export.saved import open_model, saved_directory
     from hetdpt.flow.resumable import CALIBRATION
 
-    more: dict[str, Any] = {"augmentation.fixed_views": True} if options.cache_teacher else {}
+    more: dict[str, Any] = {"augmentation.views": options.views or 1} if options.cache_teacher else {}
     if options.alpha is None and is_unlabelled(options.data, options.data_root):
         more["distillation.alpha"] = 1.0
     config = options.recovery(more)

@@ -38,8 +38,9 @@ class Augmentation:
     """Probability of a horizontal flip."""
     repeats: int = 3
     """How often an image is repeated in a row, each time as another view, with fewer images per epoch; 1 is once."""
-    fixed_views: bool = False
-    """Whether an image has the same view in every epoch, so that a teacher's output for it can be cached."""
+    views: int = 0
+    """Fixed views of each image, one per epoch in turn, so that a teacher's output for them can be cached; 0: a new
+    random view in every epoch."""
 
     def __post_init__(self) -> None:
         for name in ("erasing", "hflip"):
@@ -53,16 +54,19 @@ class Augmentation:
             raise DataError(f"color_jitter is at least 0, not {self.color_jitter}")
         if self.repeats < 1:
             raise DataError(f"repeats is at least 1, not {self.repeats}")
-        if self.fixed_views and self.repeats > 1:
+        if self.views < 0:
+            raise DataError(f"views is at least 0, not {self.views}")
+        if self.views and self.repeats > 1:
             raise DataError(f"fixed views repeated {self.repeats} times would be the same view; set repeats to 1")
+        if self.views > 1 and self.is_plain:
+            raise DataError(f"without augmentation all {self.views} views of an image are the same; set views to 1")
 
     @classmethod
-    def plain(cls, *, fixed_views: bool = False) -> Augmentation:
+    def plain(cls, *, views: int = 0) -> Augmentation:
         """Return the configuration without augmentation: the views of an evaluation."""
         whole = (1.0, 1.0)
         return cls(
-            auto_augment=None, color_jitter=0, erasing=0, scale=whole, ratio=whole, hflip=0, repeats=1,
-            fixed_views=fixed_views,
+            auto_augment=None, color_jitter=0, erasing=0, scale=whole, ratio=whole, hflip=0, repeats=1, views=views
         )  # fmt: skip
 
     @property

@@ -6,7 +6,8 @@ A training view is a function of the seed, the epoch, the place in the epoch and
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -42,14 +43,22 @@ class RandomBatches:
 
     def epoch(self, number: int, start: int = 0) -> Iterator[Any]:
         """Yield the batches of an epoch from batch ``start`` on, the same as in the whole epoch."""
-        return self._loader.load(self._keys(number, start))
+        return self._load(self._view(number), self._keys(number, start))
 
-    def in_order(self) -> Iterator[Any]:
-        """Yield the fixed view of every image once, in the order of the source, shared as in an evaluation."""
-        if not self._augmentation.fixed_views:
-            raise DataError("only fixed views can be read in order; set fixed_views")
+    def in_order(self, view: int = 0) -> Iterator[Any]:
+        """Yield a fixed view of every image once, in the order of the source, shared as in an evaluation."""
+        if not view < self._augmentation.views:
+            raise DataError("only fixed views can be read in order; set views to how many an image has")
         parts = parts_of(self._count, self._loading.batch_size, self._loading.share)
-        return self._loader.load([self._key(0, 0, index) for index in part] for part in parts)
+        return self._load(view, ([self._key(view, 0, index) for index in part] for part in parts))
+
+    def _load(self, view: int, keys: Iterable[list[Key]]) -> Iterator[Any]:
+        for batch in self._loader.load(keys):
+            yield replace(batch, view=view)
+
+    def _view(self, epoch: int) -> int:
+        """Return which of the fixed views of an image an epoch has; 0 if they are not fixed."""
+        return epoch % self._augmentation.views if self._augmentation.views else 0
 
     def _keys(self, epoch: int, start: int) -> Iterator[list[Key]]:
         order = order_of(self._count, self._loading.seed, epoch, self._augmentation.repeats)
@@ -60,7 +69,7 @@ class RandomBatches:
         if index == NOTHING or self._augmentation.is_plain:
             return Key(index)
         seed = self._loading.seed
-        return Key(index, (seed, index) if self._augmentation.fixed_views else (seed, epoch, place, index))
+        return Key(index, (seed, self._view(epoch), index) if self._augmentation.views else (seed, epoch, place, index))
 
 
 class OrderedBatches:
@@ -100,10 +109,8 @@ class TrainingBatches:
         transform = training_transform(preprocessing, augmentation)
         self._batches: RandomBatches | StreamTraining
         if isinstance(source, Stream):
-            if augmentation.repeats > 1 or augmentation.fixed_views:
-                raise DataError(
-                    "a stream of shards has neither repeats nor fixed views; set repeats to 1 and fixed_views off"
-                )
+            if augmentation.repeats > 1 or augmentation.views:
+                raise DataError("a stream of shards has neither repeats nor fixed views; set repeats to 1, views to 0")
             self._batches = StreamTraining(source, preprocessing, transform, loading)
             _require_batch(len(self._batches), self.count, loading)
         else:
@@ -118,10 +125,10 @@ class TrainingBatches:
         """Yield the batches of an epoch from batch ``start`` on, the same as in the whole epoch."""
         return self._batches.epoch(number, start)
 
-    def in_order(self) -> Iterator[Batch]:
-        """Yield the fixed view of every image once, in the order of the source, shared as in an evaluation."""
+    def in_order(self, view: int = 0) -> Iterator[Batch]:
+        """Yield a fixed view of every image once, in the order of the source, shared as in an evaluation."""
         assert isinstance(self._batches, RandomBatches), "a stream has no fixed views"
-        return self._batches.in_order()
+        return self._batches.in_order(view)
 
 
 class EvaluationBatches:

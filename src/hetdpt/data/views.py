@@ -40,6 +40,8 @@ class ViewBatch(Generic[Targets]):
     """(B,), int64: which image of the source it is; -1 for padding, and for all images of a stream."""
     unreadable: tuple[str, ...] = ()
     """The files that could not be read for this batch."""
+    view: int = 0
+    """Which of the fixed views of an image these are."""
 
     def pin_memory(self) -> ViewBatch[Targets]:
         """Return the batch in page-locked memory; the loader calls it where there is a CUDA device."""

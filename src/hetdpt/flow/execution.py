@@ -35,6 +35,8 @@ class Execution:
     batch: int | None = None
     """Images at once when layers are timed."""
     progress: StageProgress | None = None
+    note: Callable[[str], None] | None = None
+    """Shows a line."""
 
     def stage(self, text: str) -> Callable[[int, int], None] | None:
         """Return the progress callback of a step described by ``text``."""

@@ -36,11 +36,12 @@ from hetdpt.surgery.remove import place_, prune_
 from hetdpt.surgery.tail import trim_if_possible_
 from hetdpt.training.processes import Accelerator, start
 from hetdpt.training.recover import RecoverConfig, recover, training_data
+from hetdpt.training.teacher_cache import TeacherCache
 from hetdpt.training.trainer import Epoch, Progress
 
 EVERY = 50  # updates between two lines of metrics.jsonl
 CALIBRATION = 256  # images
-START = "start"
+START, TEACHER = "start", "teacher"
 One = TypeVar("One")
 
 
@@ -84,6 +85,7 @@ def recover_into(
             asked |= asked_plan(plan, calibration)
         run = Run.open(directory, asked, execution.minutes, has_board=tensorboard, is_first=processes.is_main_process)
     if run.summary is not None:
+        _forget(run)
         return
     if plan is not None:
         with processes.main_process_first():  # the others load the model that it saved
@@ -102,6 +104,7 @@ def recover_into(
         keeper=run.checkpoints,
         watch=partial(write_update, run, watch),
         progress=execution.progress,
+        cache=TeacherCache(directory / TEACHER, execution.note, execution.progress),
     )
     measured_on = training_data(opened, config)[1]
 
@@ -115,6 +118,7 @@ def recover_into(
         return found | {"validation": asdict(evaluate(best, opened, workers=execution.workers, progress=progress))}
 
     yield from write_epochs(run, epochs, Epoch.record, partial(_save, run.directory, merges), about)
+    _forget(run)
 
 
 def select_into(
@@ -232,6 +236,12 @@ def write_update(run: Run, watch: Callable[[Progress], None] | None, now: Progre
         run.metrics.write("update", update=now.update, loss=now.mean_loss(), lr=now.lr)
     if watch is not None:
         watch(now)
+
+
+def _forget(run: Run) -> None:
+    """Remove the answers of the teacher, which a finished run does not need."""
+    if run.is_first:
+        shutil.rmtree(run.directory / TEACHER, ignore_errors=True)
 
 
 def _save(directory: Path, merges: bool, epoch: Epoch) -> None:

@@ -59,6 +59,8 @@ class TrainConfig:
     """Alpha of mixup; 0 disables it."""
     cutmix: float = 1.0
     """Alpha of CutMix; 0 disables it."""
+    mix_prob: float = 1.0
+    """Probability that a batch is mixed."""
     smoothing: float = 0.1
     """Label smoothing."""
     ema_decay: float = 0.99996
@@ -77,7 +79,7 @@ class TrainConfig:
         _require(self.decay_epochs > 0, f"decay_epochs is {self.decay_epochs}; it must be above 0")
         _require(self.schedule in SCHEDULES, f"schedule is {self.schedule!r}; choose from {', '.join(SCHEDULES)}")
         _require(self.precision in PRECISIONS, f"precision is {self.precision!r}; choose from {', '.join(PRECISIONS)}")
-        for name in ("final_lr", "momentum", "smoothing", "ema_decay"):
+        for name in ("final_lr", "momentum", "mix_prob", "smoothing", "ema_decay"):
             _require(0 <= getattr(self, name) <= 1, f"{name} is {getattr(self, name)}; it must be between 0 and 1")
         _require(self.smoothing < 1, f"smoothing is {self.smoothing}; it must be below 1")
         _require(
@@ -106,7 +108,7 @@ class TrainConfig:
     @property
     def mixes(self) -> bool:
         """Whether images of a batch are mixed with each other."""
-        return self.mixup > 0 or self.cutmix > 0
+        return (self.mixup > 0 or self.cutmix > 0) and self.mix_prob > 0
 
     @property
     def is_open(self) -> bool:

@@ -17,9 +17,11 @@ from hetdpt.adapters.heads import Classifier
 from hetdpt.adapters.models import num_classes_of
 from hetdpt.adapters.preprocessing import preprocessing_of
 from hetdpt.core.errors import TrainError
+from hetdpt.core.modules import evaluating
 from hetdpt.data.views import Batch
 from hetdpt.training.config import TrainConfig
-from hetdpt.training.hidden import HiddenLoss
+from hetdpt.training.hidden import HiddenLoss, Streams
+from hetdpt.training.teacher_cache import TeacherAnswers
 
 KINDS = ("none", "hard", "soft")
 
@@ -60,8 +62,7 @@ class Distillation:
 class Objective:
     """The loss of a student on a batch; ``student`` is what to train, ``teacher`` (if any) is never changed.
 
-    ``cached`` (images, classes), if set, are the teacher's logits for every image of the training data; the teacher is
-    then not run.
+    ``cached``, if set, are the teacher's answers to fixed views of all training images; the teacher is then not run.
     """
 
     def __init__(
@@ -76,10 +77,13 @@ class Objective:
             raise TrainError(f"{distillation.kind} distillation needs a teacher; give the dense model")
         self.teacher = None if distillation.kind == "none" else teacher
         self.mixup = _mixup(config, num_classes_of(student))
-        self.cached: Tensor | None = None
+        self.cached: TeacherAnswers | None = None
         self._hidden: HiddenLoss | None = None
+        self._compared: dict[int, int] | None = None
+        """How many tokens of each block are compared, once that is known."""
         criterion = _criterion(config)
         self.model = _for_timm(student)
+        self.model.is_apart = distillation.needs_labels  # otherwise the class head would learn nothing
         self.model.set_distilled_training(self.teacher is not None)
         device = next(student.parameters()).device
         self.task: nn.Module
@@ -132,13 +136,14 @@ class Objective:
 
     def _loss(self, batch: Batch, images: Tensor, targets: Tensor) -> Tensor:
         if self.cached is not None and self.teacher is not None:
-            self._cache.logits = self.cached[batch.indices.cpu()].to(images.device)
+            self._cache.logits = self.cached.logits_of(batch)
         if self._hidden is None:
             loss: Tensor = self.task(images, targets)["loss"]
             return loss
         with self._hidden.student.watch() as student, self._hidden.teacher.watch() as teacher:
             loss = self.task(images, targets)["loss"]
-        return loss + self.distillation.hidden * self._hidden(student, teacher)
+        wanted = self._hidden.targets(teacher) if self.cached is None else self.cached.streams_of(batch)
+        return loss + self.distillation.hidden * self._hidden(student, wanted)
 
     @torch.no_grad()
     def teacher_logits(self, images: Tensor) -> Tensor:
@@ -146,6 +151,20 @@ class Objective:
         teacher: Any = self.task.teacher
         logits: Tensor = teacher(teacher.normalize_input(images, self.task.student_mean, self.task.student_std))
         return logits
+
+    @torch.no_grad()
+    def teacher_answers(self, images: Tensor) -> tuple[Tensor, Streams]:
+        """Return the teacher's logits and, if hidden states count, of its streams what the student computes too."""
+        if self._hidden is None:
+            return self.teacher_logits(images), {}
+        with self._hidden.teacher.watch() as teacher:
+            logits = self.teacher_logits(images)
+        targets = self._hidden.targets(teacher)
+        if self._compared is None:
+            with evaluating(self.student), self._hidden.student.watch() as student:
+                self.model(images)
+            self._compared = self._hidden.tokens(student, targets)
+        return logits, {number: targets[number][:, :count] for number, count in self._compared.items()}
 
     def close(self) -> None:
         """Set the student back to the outputs it had before."""
@@ -199,6 +218,7 @@ def _mixup(config: TrainConfig, classes: int) -> Mixup | None:
     return Mixup(
         mixup_alpha=config.mixup,
         cutmix_alpha=config.cutmix,
+        prob=config.mix_prob,
         label_smoothing=config.smoothing,
         num_classes=classes,
     )

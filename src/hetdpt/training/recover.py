@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing
+from contextlib import ExitStack, closing
 from copy import deepcopy
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from hetdpt.adapters.identity import fingerprint
 from hetdpt.adapters.models import num_classes_of
 from hetdpt.adapters.preprocessing import preprocessing_of
 from hetdpt.core.errors import TrainError
-from hetdpt.core.modules import memory_advice
 from hetdpt.core.processes import process_count, rank
 from hetdpt.core.progress import StageProgress
 from hetdpt.data.augmentation import Augmentation
@@ -25,15 +26,17 @@ from hetdpt.data.streams import Stream
 from hetdpt.data.subset import hold_out_fraction, require_part, subset
 from hetdpt.data.views import Share
 from hetdpt.measurement.accuracy import measure_accuracy
+from hetdpt.store.config_diff import flat
 from hetdpt.store.settings import changed
 from hetdpt.surgery.merge import merge_
 from hetdpt.surgery.record import survey_of
-from hetdpt.surgery.tail import trim_if_possible_
+from hetdpt.surgery.tail import trim_if_possible_, trim_to_class_token_
 from hetdpt.training.config import TrainConfig
 from hetdpt.training.decide import DecidedKeeper, Decision, OpenTraining, first_images
 from hetdpt.training.drop_paths import drop_paths
 from hetdpt.training.objective import Distillation, Objective
 from hetdpt.training.processes import Accelerator, start
+from hetdpt.training.teacher_cache import Asking, TeacherCache
 from hetdpt.training.trainer import Companion, Epoch, Keeper, Progress, Trainer
 from hetdpt.training.trial import Attempt, evaluation_seconds
 
@@ -53,7 +56,7 @@ class RecoverConfig:
     train_merged: bool = False
     """Merge FFNs without activation before training, which is cheaper, instead of after it."""
     cache_teacher: bool = False
-    """Run the teacher once for every image instead of in every epoch; needs fixed views."""
+    """Run the teacher once for every fixed view instead of in every epoch, and keep its answers on disk."""
     fraction: float | None = None
     """Fraction of the training images to use."""
     per_class: int | None = None
@@ -67,10 +70,10 @@ class RecoverConfig:
             raise TrainError(f"hold_out is {self.hold_out}; expected a fraction of the training images below 1")
         if not 0 <= self.drop_path < 1:
             raise TrainError(f"drop_path is {self.drop_path}; expected a probability below 1")
-        if self.cache_teacher and not (self.augmentation.fixed_views and not self.training.mixes):
+        if self.cache_teacher and not (self.augmentation.views and not self.training.mixes):
             raise TrainError(
-                "cache_teacher needs fixed views: set augmentation.fixed_views to true and training.mixup and "
-                "training.cutmix to 0, or leave out cache_teacher"
+                "cache_teacher needs fixed views: set augmentation.views to how many an image has, and training.mixup "
+                "and training.cutmix to 0, or leave out cache_teacher"
             )
         if self.cache_teacher and self.distillation.kind == "none":
             raise TrainError("cache_teacher has no effect without distillation; leave it out")
@@ -97,6 +100,7 @@ def recover(
     companion: Companion | None = None,
     evaluates: bool = True,
     progress: StageProgress | None = None,
+    cache: TeacherCache | None = None,
 ) -> Iterator[Epoch]:
     """Train ``student`` in place on ``data`` with the dense ``teacher``; yield an :class:`Epoch` before and after each.
 
@@ -104,7 +108,8 @@ def recover(
     ``config.distillation`` says. Weights of half precision are trained in float32. ``keeper`` keeps states to resume
     from, ``watch`` is called after every update, ``companion`` learns along with the weights. Without ``evaluates``,
     epochs have no accuracies; ``training_data`` says on which images they are measured. ``progress`` is called while a
-    learning rate is found or an update is timed (``training.lr`` of None, ``training.minutes``).
+    learning rate is found or an update is timed (``training.lr`` of None, ``training.minutes``). ``cache`` says
+    where the answers of a cached teacher are kept; in a temporary directory if it does not.
 
     >>> import hetdpt, timm
     >>> dense = timm.create_model("vit_tiny_patch16_224", img_size=16, patch_size=4, depth=2, num_classes=10)
@@ -138,8 +143,6 @@ def recover(
         accelerator = start(config.training.precision, device)  # without what the trials have left in it
     batches, validation = _batches(student, part, config, accelerator, workers)
     objective = Objective(student, config.training, *taught)
-    if config.cache_teacher and objective.teacher is not None:
-        objective.cached = _teacher_logits(objective, batches, accelerator)
     unreadable: set[str] = set()
 
     def evaluate(model: nn.Module) -> float:
@@ -148,17 +151,23 @@ def recover(
         return scores.top1
 
     found = survey_of(student)  # before the weights are spread over processes
-    trainer = Trainer(
-        accelerator,
-        objective,
-        batches,
-        config.training,
-        evaluate=evaluate if evaluates else None,
-        keeper=keeper,
-        watch=watch,
-        companion=companion,
-    )
-    with closing(trainer.epochs()) as epochs:
+    with ExitStack() as opened_files:
+        if config.cache_teacher and teacher is not None:
+            asking = Asking(objective.teacher_answers, batches, config.augmentation.views)
+            known_by = _cached_by(teacher, part, config, accelerator)
+            answers = (cache or TeacherCache()).answers(asking, accelerator, known_by)
+            objective.cached = opened_files.enter_context(answers)
+        trainer = Trainer(
+            accelerator,
+            objective,
+            batches,
+            config.training,
+            evaluate=evaluate if evaluates else None,
+            keeper=keeper,
+            watch=watch,
+            companion=companion,
+        )
+        epochs = opened_files.enter_context(closing(trainer.epochs()))
         while True:
             with drop_paths(student, config.drop_path, found):  # not while the caller has the student
                 epoch = next(epochs, None)
@@ -232,7 +241,7 @@ def _decide(
     def beforehand() -> float:
         if not config.cache_teacher or teacher is None:
             return 0.0
-        return seconds(deepcopy(teacher).to(next(student.parameters())), images)
+        return config.augmentation.views * seconds(deepcopy(teacher).to(next(student.parameters())), images)
 
     return OpenTraining(
         config.training,
@@ -317,18 +326,16 @@ def _teaching(
     if sizes[0] != sizes[1]:
         raise TrainError(f"the student takes images of {sizes[0]} but the teacher of {sizes[1]}; they must be the same")
     copy = deepcopy(teacher).to(accelerator.device, torch.float32)
-    trim_if_possible_(copy)  # only its logits are read
+    if config.distillation.hidden:
+        trim_to_class_token_(copy)  # not to the mean of its tokens: its last stream is read
+    else:
+        trim_if_possible_(copy)  # only its logits are read
     return config.distillation, copy
 
 
-def _teacher_logits(objective: Objective, batches: TrainingBatches, accelerator: Accelerator) -> Tensor:
-    """Return the teacher's logits (images, classes) for the fixed view of every training image, on the CPU."""
-    answers = torch.zeros(batches.count, num_classes_of(objective.model.model))
-    for batch in batches.in_order():
-        is_real = batch.indices >= 0
-        with memory_advice(f"{len(batch.images)} images at once do not fit in memory; lower --batch-size"):
-            logits = objective.teacher_logits(batch.images.to(accelerator.device)).float().cpu()
-        answers[batch.indices[is_real]] = logits[is_real]
-    if accelerator.num_processes > 1:
-        answers = accelerator.reduce(answers.to(accelerator.device), reduction="sum").cpu()
-    return answers
+def _cached_by(teacher: nn.Module, data: Data, config: RecoverConfig, accelerator: Accelerator) -> dict[str, Any]:
+    """Return what decides the answers of a teacher to the views of images, and a little more, as plain JSON."""
+    settings = {name: value for name, value in flat(asdict(config)).items() if not name.startswith("training.")}
+    known = {"teacher": fingerprint(teacher), **data.facts(), **settings, "seed": config.training.seed}
+    plain: dict[str, Any] = json.loads(json.dumps({**known, "precision": accelerator.mixed_precision}))
+    return plain

@@ -144,6 +144,7 @@ class RunContext:
             minutes=config.checkpoint_minutes,
             batch=config.batch,
             progress=self.progress,
+            note=self.note,
         )
 
 
