@@ -115,7 +115,7 @@ def by_hand(student: list[Tensor], teacher: list[Tensor], prefix: int, only: dic
 
 def hidden_loss(student: nn.Module, teacher: nn.Module, images: Tensor) -> Tensor:
     loss = HiddenLoss(student, teacher)
-    with loss.student.watch() as ours, loss.teacher.watch() as theirs:
+    with loss.student.watch(len(images)) as ours, loss.teacher.watch(len(images)) as theirs:
         student(images)
         teacher(images)
     return loss(ours, loss.targets(theirs))

@@ -196,6 +196,25 @@ def test_two_processes_find_the_rate_that_one_finds(home: Path, tmp_path: Path) 
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-4)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("cache", [(), ("--cache-teacher", "--views", "2")], ids=["asked", "cached"])
+def test_two_processes_learn_hidden_states_as_one_does(home: Path, tmp_path: Path, cache: tuple[str, ...]) -> None:
+    """With random views, which are the same for one process and for two; each fills its part of the cache."""
+    one, two = tmp_path / "one", tmp_path / "two"
+    hidden = ("--set", "distillation.hidden=5", *NO_MIX, *cache)
+    first = finish([sys.executable, *recovery(home, one, *hidden)])
+    second = finish([*TORCHRUN, *recovery(home, two, *hidden, "--batch-size", "4")])
+    for result, out in ((first, one), (second, two)):
+        lines = [line for line in result.stdout.splitlines() if line.startswith("caching the teacher")]
+        assert len(lines) == bool(cache), "one process says so"
+        assert not (out / "teacher").exists()
+    ours, theirs = (load_file(out / "last" / "model.safetensors") for out in (one, two))
+    for key in ours:
+        torch.testing.assert_close(ours[key], theirs[key], rtol=1e-3, atol=5e-5)  # sums in another order
+    for line, other in list(zip(record(one), record(two), strict=True))[1:]:
+        assert line["loss"] == pytest.approx(other["loss"], rel=1e-4)
+
+
 def kill_all_at(command: list[str], out: Path, checkpoint: int, **variables: str) -> None:
     """Start ``command`` and kill it with all the processes it started, once it has written the given checkpoint."""
     process = psutil.Popen(command, env=environment(**variables), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

@@ -81,7 +81,7 @@ def test_its_accuracy_has_a_source(name: str) -> None:
 def test_its_learning_rate_is_above_zero_and_its_processes_too(name: str) -> None:
     made = recipe(name)
     assert made.processes >= 1
-    assert made.config.training.peak_lr(made.processes) > 0
+    assert made.config.training.lr is None or made.config.training.peak_lr(made.processes) > 0
 
 
 @every_deit
@@ -187,6 +187,14 @@ def test_brief_and_search_are_parts_of_quick() -> None:
     assert recipe("brief").config == quick().collection
     assert recipe("search").config == quick().search
     assert quick().collection.training.epochs == 1
+
+
+def test_few_images_finds_its_rate_and_uses_no_labels() -> None:
+    made = recipe("few_images").config
+    assert made.training.lr is None
+    assert not made.distillation.needs_labels
+    assert made.distillation.hidden > 0
+    assert made.hold_out > 0
 
 
 def test_quick_is_light() -> None:

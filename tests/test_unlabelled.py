@@ -371,5 +371,5 @@ def test_oneshot_and_recovery(run: Run, home: Path, tmp_path: Path, monkeypatch:
     assert record.is_trimmed
     assert record.plan.attention
     run(*command, "--epochs", 2, "--overwrite").is_refused(
-        "--epochs and --set are settings of a training; add --recover"
+        "--epochs, --minutes and --set are settings of a training; add --recover"
     )

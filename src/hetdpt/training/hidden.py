@@ -38,23 +38,24 @@ class BlockOutputs:
         return any(isinstance(module, MeanStep) for module in self.model.get_submodule(handle.owner).modules())
 
     @contextmanager
-    def watch(self) -> Iterator[Streams]:
-        """Yield a dictionary that the next forward pass fills."""
+    def watch(self, images: int) -> Iterator[Streams]:
+        """Yield a dictionary that the next forward pass, of so many images, fills."""
         streams = Streams()
         with ExitStack() as hooks:
-            for number, handle in self.last.items():
+            for handle in self.last.values():
                 block = self.model.get_submodule(handle.owner)
-                hooks.callback(block.register_forward_hook(partial(_keep, streams, number, handle)).remove)
+                hooks.callback(block.register_forward_hook(partial(_keep, streams, images, handle)).remove)
             yield streams
 
 
-def _keep(streams: Streams, number: int, handle: Handle, _: nn.Module, args: Any, output: Any) -> None:
+def _keep(streams: Streams, images: int, handle: Handle, _: nn.Module, args: Any, output: Any) -> None:
     while isinstance(output, tuple):  # of transformers, or of a block in a tail; the stream comes first
         output = output[0]
     output = output.movedim(handle.images_at, 0)
     if output.ndim == 2:  # one vector, to which a head has pooled the tokens
         output = output.unsqueeze(1)
-    streams[number] = output.movedim(_channel_axis(output, handle), -1).flatten(1, -2)
+    tokens = output.movedim(_channel_axis(output, handle), -1)
+    streams[handle.site.block] = tokens.reshape(images, -1, tokens.shape[-1])  # parts of an image may be apart
 
 
 def _channel_axis(stream: Tensor, handle: Handle) -> int:

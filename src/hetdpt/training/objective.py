@@ -140,7 +140,7 @@ class Objective:
         if self._hidden is None:
             loss: Tensor = self.task(images, targets)["loss"]
             return loss
-        with self._hidden.student.watch() as student, self._hidden.teacher.watch() as teacher:
+        with self._hidden.student.watch(len(images)) as student, self._hidden.teacher.watch(len(images)) as teacher:
             loss = self.task(images, targets)["loss"]
         wanted = self._hidden.targets(teacher) if self.cached is None else self.cached.streams_of(batch)
         return loss + self.distillation.hidden * self._hidden(student, wanted)
@@ -157,11 +157,11 @@ class Objective:
         """Return the teacher's logits and, if hidden states count, of its streams what the student computes too."""
         if self._hidden is None:
             return self.teacher_logits(images), {}
-        with self._hidden.teacher.watch() as teacher:
+        with self._hidden.teacher.watch(len(images)) as teacher:
             logits = self.teacher_logits(images)
         targets = self._hidden.targets(teacher)
         if self._compared is None:
-            with evaluating(self.student), self._hidden.student.watch() as student:
+            with evaluating(self.student), self._hidden.student.watch(len(images)) as student:
                 self.model(images)
             self._compared = self._hidden.tokens(student, targets)
         return logits, {number: targets[number][:, :count] for number, count in self._compared.items()}

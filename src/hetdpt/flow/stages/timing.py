@@ -75,8 +75,8 @@ class TrainingTrial:
     """Of an epoch."""
     state: int
     """Bytes of a checkpoint."""
-    asks: bool
-    """Whether the teacher is evaluated once on every image, before the training begins."""
+    asks: int
+    """How often the teacher is evaluated on every image before the training begins: once for each fixed view, or 0."""
     has_average: bool
     """Whether there is a moving average of the weights."""
     evaluations: int
@@ -174,7 +174,7 @@ class Trials:
 
     def updating(self, training: TrainingTrial) -> float:
         """Return the seconds of all updates, and of evaluating the teacher beforehand."""
-        asked = training.images if training.asks else 0
+        asked = training.images * training.asks
         return (training.updates + training.probe) * training.seconds + asked * self.evaluation
 
     def timing(self, models: int, rounds: int, seconds: float) -> float:
@@ -335,7 +335,7 @@ class Trials:
             seconds=seconds,
             images=steps * training.images_per_update(),
             state=state,
-            asks=settings.cache_teacher,
+            asks=settings.augmentation.views if settings.cache_teacher else 0,
             has_average=has_average,
             evaluations=(1 + epochs) * (1 + has_average),
             minutes=training.minutes,
