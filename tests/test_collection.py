@@ -221,6 +221,7 @@ def test_more_rounds_go_on_from_the_ends_of_the_chains(home: Path, whole: Path, 
     assert (samples(tmp_path / "run"), models_in(tmp_path / "run")) == (samples(whole), models_in(whole))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "rounds", [("2,1,0", "2,1,1"), pytest.param(("0,1,0", "2,0,0", "0,0,1"), marks=pytest.mark.slow)]
 )

@@ -189,6 +189,7 @@ print(json.dumps([outcomes, seen]))
 """
 
 
+@pytest.mark.slow
 def test_a_process_without_a_network_opens_no_canary(plant: Callable[[str], Path], tmp_path: Path) -> None:
     """As SECURITY.md promises: every attack in one process that is watched, in a folder with the file they name."""
     directories = [str(plant(name)) for name in ATTACKS]

@@ -157,7 +157,15 @@ def test_a_run_goes_on_in_the_midst_of_a_stage(stage: str, goal: dict[str, Any],
     parts = ("collection", "search", "recovery")
     small = {f"{part}.{name}": value for part in parts for name, value in
              {"training.epochs": 2, "training.batch_size": 8}.items()}  # fmt: skip
-    given = {"model": str(dense), "out": tmp_path / "run", "images": 16, "batch": 1, "minutes": 0.0, **goal, **small}
+    given = {
+        "model": str(dense),
+        "out": tmp_path / "run",
+        "images": 16,
+        "batch": 1,
+        "checkpoint_minutes": 0.0,
+        **goal,
+        **small,
+    }
 
     def stop(event: Event) -> None:
         if event.stage == stage and event.kind == "progress" and list((tmp_path / "run").rglob("*.pt")):

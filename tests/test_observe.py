@@ -64,7 +64,7 @@ def config(**changes: Any) -> ObserveConfig:
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a directory with a model of two blocks that has seen the demo images for a moment."""
     folder = tmp_path_factory.mktemp("observe")
-    training = recovery(**{"training.epochs": 2, "per_class": 30})
+    training = recovery(**{"training.epochs": 2, "training.warmup_epochs": 0.2, "per_class": 30})
     return test_training_cli.build_trained(folder, training, DATA, depth=2)
 
 

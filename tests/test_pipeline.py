@@ -205,6 +205,7 @@ class TestWhatHasChanged:
             hetdpt.run(asked(home, layers=2), inputs=(other, open_data("demo")), redo=redo)
         assert {file: file.stat().st_mtime_ns for file in done.rglob("*")} == before
 
+    @pytest.mark.slow
     def test_what_it_left_goes_with_a_stage_that_is_done_again(self, home: Path, done: Path, tmp_path: Path) -> None:
         copy = copied(done, tmp_path)
         hetdpt.run(asked(home, out=copy, onnx=True, compare=[]), redo="save")
@@ -384,6 +385,7 @@ class TestOtherWays:
         assert summary.macs < summary.dense_macs
         assert (tmp_path / "run" / "model.onnx").is_file()
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("removal", ["calibrated", pytest.param("plain", marks=pytest.mark.slow)])
     def test_layers_are_chosen_in_front_of_a_tail(self, home: Path, tmp_path: Path, removal: str) -> None:
         goal = {"budget": [1, 0], "layers": None, "rounds": None, "compare": [], "tail": 2, "removal": removal}
@@ -632,6 +634,7 @@ class TestTwoProcesses:
         refused.is_refused(f"{done} is in use by another process; wait for it, or give another directory")
         assert {file: file.stat().st_mtime_ns for file in done.rglob("*") if file.is_file()} == before
 
+    @pytest.mark.slow
     def test_a_kill_lets_the_directory_go(self, home: Path, tmp_path: Path) -> None:
         process = subprocess.Popen(command(home, tmp_path / "run"), stderr=subprocess.DEVNULL)
         wait_for_work(tmp_path / "run", "collect", process)

@@ -113,6 +113,7 @@ def play(system: str, code: str, folder: Path) -> str:
     return result.stdout
 
 
+@pytest.mark.slow
 def test_every_module_can_be_imported_and_processes_keep_apart(tmp_path: Path) -> None:
     play("Windows", IMPORTS + LOCKS, tmp_path)
 

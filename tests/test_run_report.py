@@ -557,6 +557,7 @@ def test_several_runs_are_side_by_side(tmp_path: Path, full: Path) -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_runs_may_have_any_name(tmp_path: Path, full: Path) -> None:
     names = "模型", "a\x1b[31m", "$x^2$ & <b>"
     others = [build_run(tmp_path / name) for name in names]

@@ -113,6 +113,7 @@ def test_too_few_images_for_others_are_used_twice(run: Run, dense: Path, images:
     assert (table.fitted_on, table.judged_on, table.is_apart) == (6, 6, False)
 
 
+@pytest.mark.slow
 def test_random_weights_are_pointed_out(run: Run) -> None:
     note = "note: the weights are random; give --weights FILE or --pretrained to use a trained model\n"
     result = run("scan", "test_vit", "--img-size", 32, "--num-classes", 4, *FAST)

@@ -211,6 +211,7 @@ def test_a_gated_model_still_knows_its_sites(model: nn.Module) -> None:
     assert hetdpt.sites(hetdpt.restore_(model)) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("label", ["levit_128s", pytest.param("coat_lite_tiny", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("is_training", [True, False])
 def test_norms_in_a_mode_of_their_own_stay_in_it(label: str, is_training: bool) -> None:

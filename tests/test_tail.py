@@ -786,6 +786,7 @@ def test_feature_maps_of_blocks_without_all_tokens_are_refused(model: nn.Module,
 # Scan
 
 
+@pytest.mark.slow
 def test_a_scan_has_the_milliseconds_that_tails_save(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of the prices of blocks, in JSON and in the rows of a spreadsheet."""
     price, dense = Price(0, 0, 1.0), Measurement("latency", 10.0, "ms", "cpu", "float32", 8)

@@ -527,6 +527,7 @@ def test_saved_and_loaded_it_computes_the_same(label: str, method: str, tmp_path
     assert str(loaded) == str(model)
 
 
+@pytest.mark.slow
 def test_onnx_runtime_agrees(tmp_path: Path) -> None:
     model = build(hetdpt.Base("timm", "vit_tiny_patch16_224", {**DYNAMIC, "dynamic_img_size": False}))
     reduce_tokens_(model, Tokens("tome", 2))

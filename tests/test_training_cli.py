@@ -419,6 +419,7 @@ def test_recovery_begins_calibrated_unless_told_otherwise(run: Run, home: Path, 
     assert hetdpt.evaluate(start, "demo").top1 == begun[None]
 
 
+@pytest.mark.slow
 def test_the_calibrated_start_is_made_once(run: Run, home: Path, tmp_path: Path) -> None:
     """Killed before the first checkpoint, a recovery begins from what was saved, unless another start is asked for."""
     command = recovery(home, tmp_path / "out")
@@ -755,6 +756,7 @@ def too_large(home: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
     return {name: Result(*answer) for name, answer in zip(commands, answers, strict=True)}
 
 
+@pytest.mark.slow
 def test_a_batch_that_does_not_fit_is_answered_with_one_that_might(too_large: dict[str, Result]) -> None:
     result = too_large["update"]
     assert result.code == 2, result.err
