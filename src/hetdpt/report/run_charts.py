@@ -485,7 +485,7 @@ def recovery(record: RunRecord) -> PageFigure:
     found, analysis = record.results.recover, record.results.analyse
     assert found is not None
     dense = analysis.accuracy.top1 if analysis else None
-    where = " of the validation images" if found.is_held_out else ""  # and the curve is of others
+    where = " of the validation images" if found.is_held_out else ""  # the curve is of the held-out images
 
     def picture(up: str, *names: str, level: float | None = None) -> PageChart:
         curves = {name: _known(found.epochs, name) for name in names}
