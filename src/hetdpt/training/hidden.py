@@ -73,9 +73,9 @@ def _channel_axis(stream: Tensor, handle: Handle) -> int:
 class HiddenLoss:
     """The mean over blocks of 1 - cosine between the streams of a student and its teacher.
 
-    Streams are normed first by a LayerNorm without weights, because the values of a few channels are a hundred
-    times as large as the rest. The cosine is that of each token, averaged over class tokens and over patches apart; both count half.
-    Blocks whose patches the student does not compute are compared by their class tokens.
+    Streams are normed first by a LayerNorm without weights, because the values of a few channels are a hundred times
+    as large as the rest. The cosine is that of each token, averaged over class tokens and over patches apart; both
+    count half. Blocks whose patches the student does not compute are compared by their class tokens.
     """
 
     def __init__(self, student: nn.Module, teacher: nn.Module) -> None:
