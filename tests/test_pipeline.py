@@ -352,7 +352,8 @@ class TestOtherWays:
         layers = goal.next.budget.attention + goal.next.budget.activation
         assert 10 / (10 - layers) >= 1.2 * expected / 1.1  # as wrong there as it was here
         words = shlex.split(further(goal.next.budget, copy))
-        ended = subprocess.run([str(SCRIPT), *words[1:], "--until", "select"], capture_output=True, text=True)
+        easy = ("--speedup", "1.01")  # of so small a model, layers are a small part of the time
+        ended = subprocess.run([str(SCRIPT), *words[1:], *easy, "--until", "select"], capture_output=True, text=True)
         assert ended.returncode == 0, ended.stderr
         plan = StageRecord.read(stage_directory(Path(f"{copy}-next"), "select")).result["plan"]
         assert (len(plan["attention"]), len(plan["activation"])) == (
@@ -503,7 +504,7 @@ class TestOtherWays:
     def test_width_goes_after_layers_until_the_goal_is_met(self, home: Path, done: Path, tmp_path: Path) -> None:
         dense, found = hetdpt.load(home / "dense"), list[Event]()
         samples = {"samples": stage_directory(done, "collect") / "work", "rounds": None}
-        goal = {"plus": True, "layers": None, "macs": "60%", "depths": [0, 2], "compare": []}
+        goal = {"plus": True, "layers": None, "trim": False, "macs": "60%", "depths": [0, 2], "compare": []}
         config = asked(home, out=tmp_path / "run", **samples, **goal)
         summary = hetdpt.run(config, watch=found.append)
         without = ("collect", "allocate", "reduce", "compare")
