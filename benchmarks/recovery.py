@@ -1,0 +1,264 @@
+"""Recovery from few images: what the student should learn, and how far the recipe ``quick`` brings it.
+
+    python benchmarks/recovery.py losses [--plans ...] [--losses ...] [--seeds 0] [--epochs 3]
+    python benchmarks/recovery.py recipe [--plans ...] [--seeds 0] [--minutes 60] [--folder]
+    python benchmarks/recovery.py cost [--runs 10]
+
+``losses`` trains one student per plan, loss and seed on all training images, with the same views in the same order, and
+scores it on the validation images after every epoch. ``recipe`` is the command ``hetdpt recover --recipe quick
+--minutes M`` as a user gives it: the learning rate is found and the model to keep is chosen on training images that are
+held out, and the validation images are used once. With ``--folder`` it gets the training images as a plain folder,
+without labels. ``cost`` times updates in turns: logits alone, with hidden states, and both with a cached teacher.
+
+The models are the ViT-Tiny of ``../shared/data`` with 3,000 images of ImageNet, and the DINOv2 ViT-S of ``tail.py``
+with 2,000 of CIFAR-10. Minutes are those of training alone, on as many cores as there are threads (OMP_NUM_THREADS).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from multiprocessing import get_context
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+# isort: off
+import hetdpt  # before timm: cures torchvision where its operators do not load
+
+# isort: on
+from evidence import IMAGENET, RESULTS, VIT_TINY, VIT_TINY_WEIGHTS, Key, Recorder, require_real_data
+from tail import CIFAR, fine_tuned, run, scores
+from tail import WORK as TAIL_WORK
+from torch import nn
+
+from hetdpt.adapters.models import input_size_of
+from hetdpt.adapters.preprocessing import preprocessing_of
+from hetdpt.core.modules import clone
+from hetdpt.core.plan import Plan
+from hetdpt.data.fixed_batches import ImageBatches
+from hetdpt.data.sources import open_data
+from hetdpt.flow.recipes import quick
+from hetdpt.training.decide import first_images
+from hetdpt.training.recover import RecoverConfig, recover
+
+WORK = Path("runs/bench/recovery")
+FITTED_ON = 256  # images
+ONLY = 1000.0  # a weight of hidden states beside which logits do not count
+LOSSES = {"logits": 0.0, "logits + 20 hidden": 20.0, "hidden": ONLY}
+"""The weight of hidden states. For hidden states alone, the head and the norm before it are not trained."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A plan, the dense model that it is for, its data, and the learning rate at which losses are compared."""
+
+    dense: str
+    plan: Plan
+    lr: float
+
+
+PATCHES_ONLY = ("constant", "calibrated-keep")
+CASES = {
+    "vit-tiny 4 layers": Case("vit-tiny", Plan(attention=(0,), activation=(5, 10, 11), removal="calibrated"), 1e-4),
+    "vit-tiny 6 layers": Case(
+        "vit-tiny", Plan(attention=(0,), activation=(3, 5, 9, 10, 11), removal="calibrated"), 1e-4
+    ),
+    "vit-tiny tail 3": Case("vit-tiny", Plan(tail=3), 1e-4),
+    "vit-tiny tail 3 + 2": Case("vit-tiny", Plan(attention=(0,), activation=(3,), tail=3, removal=PATCHES_ONLY), 1e-4),
+    "dinov2 tail 4": Case("dinov2", Plan(tail=4), 3e-5),
+    "dinov2 tail 5": Case("dinov2", Plan(tail=5), 3e-5),
+}
+
+
+def dense_of(name: str, dinov2: Path) -> tuple[nn.Module, Path]:
+    """Return a dense model and the folder of its data."""
+    if name == "dinov2":
+        return fine_tuned(dinov2), CIFAR
+    return hetdpt.create(VIT_TINY, weights=VIT_TINY_WEIGHTS), IMAGENET
+
+
+def key_of(name: str) -> Key:
+    """Return the part of a key that names a case."""
+    model, plan = name.split(" ", 1)
+    return {"model": model, "plan": plan}
+
+
+class Bench:
+    """Starts from which students are trained, made once and kept in ``work``."""
+
+    def __init__(self, work: Path, dinov2: Path) -> None:
+        self.work, self.dinov2 = work, dinov2
+
+    def dense(self, name: str) -> Path:
+        """Return the directory of a dense model."""
+        directory = self.work / name
+        if not directory.is_dir():
+            hetdpt.save(dense_of(name, self.dinov2)[0], directory)
+        return directory
+
+    def start(self, name: str) -> Path:
+        """Return the directory of the calibrated student of a case."""
+        directory = self.work / name.replace(" ", "_")
+        if not directory.is_dir():
+            case = CASES[name]
+            dense, data = dense_of(case.dense, self.dinov2)
+            images = open_data(str(data)).train
+            assert images is not None
+            batches = ImageBatches(images, preprocessing_of(dense), count=FITTED_ON)
+            hetdpt.save(hetdpt.calibrate_(clone(dense), case.plan, batches), directory)
+        return directory
+
+    def folder(self, data: Path) -> Path:
+        """Return a folder with the training images of ``data`` and nothing that tells their classes."""
+        folder = self.work / f"{data.name}_images"
+        folder.mkdir(parents=True, exist_ok=True)
+        for file in sorted((data / "train").rglob("*.*")):
+            link = folder / f"{file.parent.name}_{file.name}"
+            if not link.exists():
+                link.symlink_to(file)
+        return folder
+
+
+def config_of(case: Case, loss: str, seed: int, epochs: int, precision: str) -> RecoverConfig:
+    """Return ``quick`` with a fixed learning rate and number of epochs, on all training images."""
+    settings = {
+        "training.epochs": epochs,
+        "training.lr": case.lr,
+        "training.seed": seed,
+        "training.precision": precision,
+        "distillation.hidden": LOSSES[loss],
+        "hold_out": 0.0,
+    }
+    return quick().config.with_settings(settings)
+
+
+def compare_losses(recorder: Recorder, bench: Bench, options: argparse.Namespace) -> None:
+    """Add the rows of ``losses`` that are not there yet."""
+    for name in options.plans:
+        for seed in options.seeds:
+            for loss in options.losses:
+                key = {"part": "losses", **key_of(name), "loss": loss, "seed": seed, "epochs": options.epochs}
+                if not recorder.has(**key):
+                    config = config_of(CASES[name], loss, seed, options.epochs, options.precision)
+                    recorder.add(key, **trained(bench, name, config, is_head_fixed=LOSSES[loss] == ONLY))
+
+
+def trained(bench: Bench, name: str, config: RecoverConfig, *, is_head_fixed: bool) -> dict[str, Any]:
+    """Train the student of a case; return its accuracy after every epoch, and what it gets right in the end."""
+    dense, data = dense_of(CASES[name].dense, bench.dinov2)
+    student = hetdpt.load(bench.start(name))
+    ratio = hetdpt.count_macs(dense, input_size_of(dense)) / hetdpt.count_macs(student, input_size_of(student))
+    if is_head_fixed:
+        for one in ("norm", "fc_norm", "head"):
+            student.get_submodule(one).requires_grad_(False)
+    seconds, curve = 0.0, []
+    for epoch in recover(student, dense, str(data), config, device="cpu"):
+        seconds += epoch.seconds
+        curve.append([round(seconds / 60, 2), epoch.last])
+    return {"mac_ratio": round(ratio, 5), "curve": curve, **scores(student.eval(), str(data))}
+
+
+def follow_recipe(recorder: Recorder, bench: Bench, options: argparse.Namespace) -> None:
+    """Run ``hetdpt recover`` for every case that has no row yet."""
+    for name in options.plans:
+        for seed in options.seeds:
+            key = {
+                "part": "recipe",
+                **key_of(name),
+                "seed": seed,
+                "minutes": options.minutes,
+                "labels": not options.folder,
+            }
+            if not recorder.has(**key):
+                recorder.add(key, **recovered(bench, name, seed, options))
+
+
+def recovered(bench: Bench, name: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
+    """Run ``hetdpt recover`` for one case; return its accuracies, its learning rate, and how it got there."""
+    case = CASES[name]
+    data = dense_of(case.dense, bench.dinov2)[1]
+    labels = "folder" if options.folder else "labels"
+    out = bench.work / f"{name.replace(' ', '_')}_{labels}_{options.minutes:g}_{seed}"
+    arguments = ["--teacher", str(bench.dense(case.dense)), "--recipe", "quick", "--seed", str(seed)]
+    arguments += ["--data", str(bench.folder(data) if options.folder else data), "--precision", options.precision]
+    run("recover", str(bench.start(name)), *arguments, "--minutes", f"{options.minutes:g}", "--out", str(out))
+    summary = json.loads((out / "summary.json").read_text())
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    epochs = [line for line in lines if line["kind"] == "epoch"]
+    kept = {
+        name: summary[name] for name in ("start", "best", "best_epoch", "epochs", "lr_found", "measured_on", "notes")
+    }
+    seconds = sum(line["seconds"] for line in epochs)
+    held = [round(line["last"], 2) for line in epochs]
+    found = scores(hetdpt.load(out / "best"), str(data))
+    return {**kept, "minutes": round(seconds / 60, 1), "held_out": held, **found}
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "logits": {"distillation.hidden": 0.0},
+    "logits + hidden": {},
+    "logits + hidden, cached": {"cache_teacher": True, "augmentation.views": 1},
+}
+
+
+def epoch_cost(way: str, work: Path, dinov2: Path, precision: str, images: int) -> tuple[float, float]:
+    """Return the seconds of an epoch on some images, and the gigabytes that the process had at most."""
+    name = "vit-tiny tail 3 + 2"
+    dense, data = dense_of(CASES[name].dense, dinov2)
+    config = config_of(CASES[name], "logits + 20 hidden", 0, 1, precision).with_settings(WAYS[way])
+    opened = open_data(str(data))
+    assert opened.train is not None
+    opened = replace(opened, train=first_images(opened.train, images, 0))
+    student = hetdpt.load(Bench(work, dinov2).start(name))
+    *_, epoch = recover(student, dense, opened, config, device="cpu", evaluates=False)
+    return epoch.seconds, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
+
+
+def measure_cost(recorder: Recorder, bench: Bench, options: argparse.Namespace) -> None:
+    """Time an epoch in each way, in turns, each in a process of its own; add a row for each."""
+    found: dict[str, list[tuple[float, float]]] = {way: [] for way in WAYS}
+    bench.start("vit-tiny tail 3 + 2")
+    for _ in range(options.runs):
+        for way, measured in found.items():
+            with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+                place = (bench.work, bench.dinov2, options.precision, options.images)
+                measured.append(pool.submit(epoch_cost, way, *place).result())
+    for way, measured in found.items():
+        seconds = [one[0] for one in measured]
+        ratios = [mine / theirs[0] for mine, theirs in zip(seconds, found["logits"], strict=True)]
+        spread = [round(value, 3) for value in (median(ratios), min(ratios), max(ratios))]
+        values = {"of_logits": spread, "seconds": round(median(seconds), 2), "gigabytes": round(max(measured)[1], 2)}
+        recorder.add({"part": "cost", "way": way, "images": options.images}, **values, runs=options.runs)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", choices=("losses", "recipe", "cost"))
+    parser.add_argument("--plans", nargs="+", default=list(CASES), choices=list(CASES))
+    parser.add_argument("--losses", nargs="+", default=list(LOSSES), choices=list(LOSSES))
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0])
+    parser.add_argument("--epochs", type=int, default=3, help="of losses")
+    parser.add_argument("--minutes", type=float, default=60.0, help="of recipe")
+    parser.add_argument("--folder", action="store_true", help="recipe: give images without labels")
+    parser.add_argument("--runs", type=int, default=5, help="of cost")
+    parser.add_argument("--images", type=int, default=320, help="of an epoch whose cost is measured")
+    parser.add_argument("--precision", default="bfloat16")
+    parser.add_argument("--dinov2", type=Path, default=TAIL_WORK / "dinov2_cifar", help="directory of that model")
+    parser.add_argument("--work", type=Path, default=WORK)
+    parser.add_argument("--redo", action="store_true", help="repeat measurements that already have results")
+    parser.add_argument("--out", type=Path, default=RESULTS / "recovery.json")
+    options = parser.parse_args()
+    require_real_data()
+    recorder, bench = (
+        Recorder(options.out, dtype=options.precision, redo=options.redo),
+        Bench(options.work, options.dinov2),
+    )
+    {"losses": compare_losses, "recipe": follow_recipe, "cost": measure_cost}[options.part](recorder, bench, options)
+
+
+if __name__ == "__main__":
+    main()
