@@ -150,7 +150,7 @@ def test_transfer_differs_from_cifar100_in_what_the_paper_does_not_print() -> No
     assert not training.mixes
     assert training.smoothing == training.ema_decay == cifar100_transfer().config.drop_path == 0
     assert cifar100_transfer().config.distillation.kind == "none"
-    assert cifar100_transfer().config.augmentation == quick().config.augmentation
+    assert cifar100_transfer().config.augmentation == quick().search.augmentation
     for name in ("optimizer", "lr", "lr_batch", "schedule", "momentum", "weight_decay", "batch_size"):
         assert getattr(training, name) == getattr(paper, name), name
 
@@ -189,8 +189,8 @@ def test_brief_and_search_are_parts_of_quick() -> None:
     assert quick().collection.training.epochs == 1
 
 
-def test_few_images_finds_its_rate_and_uses_no_labels() -> None:
-    made = recipe("few_images").config
+def test_quick_finds_its_rate_and_uses_no_labels() -> None:
+    made = quick().config
     assert made.training.lr is None
     assert not made.distillation.needs_labels
     assert made.distillation.hidden > 0
@@ -203,7 +203,7 @@ def test_quick_is_light() -> None:
     assert not training.mixes
     assert training.smoothing == training.ema_decay == augmentation.erasing == augmentation.color_jitter == 0
     assert augmentation.auto_augment is None
-    assert training.peak_lr(1) == training.peak_lr(8)
+    assert training.lr_batch is None
     assert made.config.distillation.kind == "soft"
 
 
@@ -217,7 +217,5 @@ def test_an_unknown_name_is_answered_with_the_nearest(name: str, nearest: str) -
 
 
 def test_a_name_near_to_nothing_is_answered_too() -> None:
-    with pytest.raises(
-        TrainError, match="Available: quick, few_images, brief, search, deit_small_imagenet, .*_giant_cifar100$"
-    ):
+    with pytest.raises(TrainError, match="Available: quick, brief, search, deit_small_imagenet, .*_giant_cifar100$"):
         recipe("")

@@ -39,13 +39,13 @@ class OneShotOptions(ModelOptions, ImageOptions, DeviceOptions, OverwriteOptions
     """Any other setting of that training, such as training.lr=1e-4; may be repeated."""
 
     def recovery(self) -> RecoverConfig | None:
-        """Return the settings of the training: those of the recipe few_images; None without --recover."""
+        """Return the settings of the training: those of the recipe quick; None without --recover."""
         given = self.settings("RecoverConfig")
         if not self.recover:
             if given or self.changes:
                 raise TrainError("--epochs, --minutes and --set are settings of a training; add --recover")
             return None
-        return config_of("few_images", {"training.seed": self.seed, **given}, self.changes)
+        return config_of("quick", {"training.seed": self.seed, **given}, self.changes)
 
 
 def oneshot(options: OneShotOptions) -> None:

@@ -25,7 +25,7 @@ from hetdpt.training.trainer import Keeper, State
 from hetdpt.training.trial import Attempt
 
 DECIDED = "decided"
-PROBE = 0.25  # of the minutes, at most
+PROBE = 0.25  # of the training, at most
 SPARE = 0.95  # of the minutes are planned; the rest is for writing checkpoints and models
 FEWEST = 4  # updates of a probe
 
@@ -134,15 +134,15 @@ class OpenTraining:
 
 
 def probe_updates(training: TrainConfig, steps: int, update: float) -> int:
-    """Return the updates for each learning rate that is tried: not more than the training has, nor a quarter of its
-    minutes, if an ``update`` takes so many seconds.
+    """Return the updates for each learning rate that is tried: all of them take a quarter of the training at most.
+
+    ``update`` is the time of one in seconds, for a training that is given in minutes.
 
     >>> probe_updates(TrainConfig(epochs=5), 100, 0.5), probe_updates(TrainConfig(minutes=1), 100, 0.5)
     (24, 7)
     """
-    if training.minutes is None:
-        return max(min(UPDATES, training.epochs * steps), 1)
-    return max(min(UPDATES, int(PROBE * 60 * training.minutes / (MOST * update))), FEWEST)
+    whole = training.epochs * steps if training.minutes is None else 60 * training.minutes / update
+    return max(min(UPDATES, int(PROBE * whole / MOST)), FEWEST)
 
 
 def fitting(seconds: float, *, steps: int, update: float, evaluation: float) -> tuple[int, int]:

@@ -14,6 +14,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
+from hetdpt.core.errors import DataError
 from hetdpt.core.modules import evaluating
 from hetdpt.core.processes import of_first, sum_over_processes
 from hetdpt.core.randomness import seeded
@@ -90,6 +91,8 @@ class Attempt:
                         loss = self.objective.unmixed(read.to(accelerator.device))
                     sums += torch.tensor([number * loss.item(), number])
         total, images = sum_over_processes(sums, accelerator.device).tolist()
+        if not images:
+            raise DataError("none of the images that were held out can be read; check the files")
         loss = total / images
         return of_first(loss if torch.isfinite(torch.tensor(loss)) else float("inf"))
 
