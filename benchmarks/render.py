@@ -82,9 +82,12 @@ def accuracy(found: Sequence[Row]) -> list[float]:
 
 
 def difference(found: Sequence[Row], others: Sequence[Row]) -> list[float]:
-    """Return by how many points ``found`` is better than ``others``, over the seeds that both have."""
+    """Return by how many points ``found`` is better than ``others``, over the seeds that both have.
+
+    One of ``others`` without a seed, such as the dense model, is compared with every seed.
+    """
     theirs = {row.key.get("seed"): row.values["right"] for row in others}
-    apart = difference_of([(row.values["right"], theirs.get(row.key.get("seed"))) for row in found])
+    apart = difference_of([(row.values["right"], theirs.get(row.key.get("seed"), theirs.get(None))) for row in found])
     if apart is None:
         raise LookupError(f"{found} and {others} have no answers in common")
     return [apart.value, apart.low, apart.high]

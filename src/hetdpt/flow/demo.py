@@ -52,9 +52,8 @@ def demo_training() -> RecoverConfig:
 
 def demo_config(out: Path) -> RunConfig:
     """Return the settings of the demo run, which takes minutes on two cores."""
-    light = quick().config.with_settings(
-        {"training.batch_size": 64, "augmentation.scale": VIEWS.scale, "augmentation.hflip": VIEWS.hflip}
-    )
+    light = {"training.batch_size": 64, "augmentation.scale": VIEWS.scale, "augmentation.hflip": VIEWS.hflip}
+    row = quick()
     return RunConfig(
         model=DEMO,
         data=DEMO,
@@ -64,9 +63,9 @@ def demo_config(out: Path) -> RunConfig:
         compare=("attention-only", "activation-only", "random"),
         images=64,
         rounds=(9, 10, 4),
-        collection=light.with_settings({"training.epochs": 1, "training.lr": 1e-4, "per_class": 20}),
-        search=light.with_settings({"training.epochs": 3, "training.lr": 1e-4, "training.schedule": "constant"}),
-        recovery=light.with_settings({"training.epochs": 4, "training.lr": 5e-4}),
+        collection=row.collection.with_settings({**light, "training.lr": 1e-4, "per_class": 20}),
+        search=row.search.with_settings({**light, "training.epochs": 3, "training.lr": 1e-4}),
+        recovery=row.config.with_settings({**light, "training.epochs": 8}),
     )
 
 
