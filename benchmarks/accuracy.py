@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from evidence import IMAGENET, RESULTS, VIT_TINY, VIT_TINY_WEIGHTS, Recorder, Results, require_real_data
+from evidence import IMAGENET, OLD_QUICK, RESULTS, VIT_TINY, VIT_TINY_WEIGHTS, Recorder, Results, require_real_data
 from torch import nn
 
 import hetdpt
@@ -79,10 +79,20 @@ def demo() -> Case:
         data="demo",
         layers=(14, 11, 8, 4),
         images=64,
-        recovery=settings.recovery.with_settings({"training.epochs": 12}),
-        search=settings.search,
-        collection=settings.collection,
+        recovery=as_before(settings.recovery.with_settings({"training.epochs": 12})),
+        search=as_before(settings.search),
+        collection=as_before(settings.collection),
     )
+
+
+def as_before(config: RecoverConfig) -> RecoverConfig:
+    """Return settings of the demo with those of ``OLD_QUICK`` that are not its own."""
+    own = {
+        "training.epochs": config.training.epochs,
+        "training.lr": config.training.lr,
+        "augmentation.scale": config.augmentation.scale,
+    }
+    return config.with_settings({**OLD_QUICK, **own})
 
 
 CASES: dict[str, Callable[[], Case]] = {"vit-tiny": vit_tiny, "demo": demo}
