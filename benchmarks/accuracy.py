@@ -74,25 +74,16 @@ def vit_tiny() -> Case:
 def demo() -> Case:
     """Return the model that comes with hetdpt, with the search of its demo and a recovery of twelve epochs."""
     settings = demo_config(RUNS)
+    longer = {"training.epochs": 12, "training.lr": 5e-4, "augmentation.scale": settings.recovery.augmentation.scale}
     return Case(
         model=lambda: open_model("demo"),
         data="demo",
         layers=(14, 11, 8, 4),
         images=64,
-        recovery=as_before(settings.recovery.with_settings({"training.epochs": 12})),
-        search=as_before(settings.search),
-        collection=as_before(settings.collection),
+        recovery=settings.recovery.with_settings({**OLD_QUICK, **longer}),
+        search=settings.search,
+        collection=settings.collection,
     )
-
-
-def as_before(config: RecoverConfig) -> RecoverConfig:
-    """Return settings of the demo with those of ``OLD_QUICK`` that are not its own."""
-    own = {
-        "training.epochs": config.training.epochs,
-        "training.lr": config.training.lr,
-        "augmentation.scale": config.augmentation.scale,
-    }
-    return config.with_settings({**OLD_QUICK, **own})
 
 
 CASES: dict[str, Callable[[], Case]] = {"vit-tiny": vit_tiny, "demo": demo}
