@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from evidence import IMAGENET, RESULTS, VIT_TINY, VIT_TINY_WEIGHTS, Recorder, Results, require_real_data
+from evidence import IMAGENET, OLD_QUICK, RESULTS, VIT_TINY, VIT_TINY_WEIGHTS, Recorder, Results, require_real_data
 from torch import nn
 
 import hetdpt
@@ -74,12 +74,13 @@ def vit_tiny() -> Case:
 def demo() -> Case:
     """Return the model that comes with hetdpt, with the search of its demo and a recovery of twelve epochs."""
     settings = demo_config(RUNS)
+    longer = {"training.epochs": 12, "training.lr": 5e-4, "augmentation.scale": settings.recovery.augmentation.scale}
     return Case(
         model=lambda: open_model("demo"),
         data="demo",
         layers=(14, 11, 8, 4),
         images=64,
-        recovery=settings.recovery.with_settings({"training.epochs": 12}),
+        recovery=settings.recovery.with_settings({**OLD_QUICK, **longer}),
         search=settings.search,
         collection=settings.collection,
     )

@@ -17,6 +17,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from evidence import OLD_QUICK
+
 import hetdpt
 from hetdpt.cli.options import read_settings
 from hetdpt.export.saved import open_model
@@ -24,6 +26,7 @@ from hetdpt.flow.stages.stage import Event
 from hetdpt.measurement.speed import machine_of
 from hetdpt.results import RunSummary
 
+RECOVERY = {f"recovery.{name}": value for name, value in OLD_QUICK.items()}
 WAYS: dict[str, dict[str, Any]] = {
     "depth": {},
     "width": {"plus": True, "layers": 0, "samples": None},
@@ -42,7 +45,7 @@ def runs(options: argparse.Namespace) -> dict[str, RunSummary]:
         ways["depth + width"]["depths"] = tuple(map(int, options.depths.split(",")))
     found = {}
     for way, changes in ways.items():
-        settings = {**given, **read_settings(options.set), **changes, "out": folder_of(way, options.out)}
+        settings = {**given, **RECOVERY, **read_settings(options.set), **changes, "out": folder_of(way, options.out)}
         named = {name: value for name, value in settings.items() if value is not None}
         summary = hetdpt.run(hetdpt.RunConfig.resolve(changes=named), watch=partial(tell, way))
         assert summary is not None

@@ -34,6 +34,17 @@ VIT_TINY, VIT_TINY_WEIGHTS, IMAGENET = (
     SHARED / "vit_tiny_patch16_224.safetensors",
     SHARED / "imagenet",
 )
+OLD_QUICK: dict[str, Any] = {
+    "training.epochs": 5,
+    "training.lr": 2e-4,
+    "training.final_lr": 0.05,
+    "training.weight_decay": 0.05,
+    "distillation.alpha": 0.9,
+    "distillation.hidden": 0.0,
+    "augmentation.scale": [0.5, 1.0],
+    "hold_out": 0.0,
+}
+"""What the recipe ``quick`` said before it learnt hidden states; with it the results of then can be measured again."""
 Key = dict[str, Any]
 Values = dict[str, Any]
 

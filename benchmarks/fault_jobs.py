@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import timm
 import torch
+from evidence import OLD_QUICK
 from PIL import Image
 
 import hetdpt
@@ -19,6 +20,7 @@ NOW = ("--checkpoint-minutes", "0")  # a checkpoint after every update
 LOOP = ("--epochs", "2", "--batch-size", "8", "--lr", "1e-3", "--workers", "0", *NOW)
 FEW = ("--per-class", "4")
 BRIEF = {"training.epochs": 1, "training.batch_size": 8, "training.lr": 5e-4, "per_class": 4}
+LOSS = {name: value for name, value in OLD_QUICK.items() if name not in ("training.epochs", "training.lr")}
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,7 @@ def settings(name: str, values: dict[str, object], option: str = "--set") -> lis
 
 def whole_run(world: World) -> list[str]:
     parts = [word for part in ("collection", "search", "recovery") for word in settings(f"{part}.", BRIEF)]
+    parts += settings("recovery.", LOSS)
     return ["run", world.model, "--data", "demo", "--layers", "2", "--rounds", "2,2,1", "--images", "16", "--batch",
             "1", "--compare", "random", "--workers", "0", *parts, *NOW]  # fmt: skip
 
@@ -71,8 +74,9 @@ def segmentation(world: World) -> list[str]:
 
 JOBS: dict[str, Callable[[World], list[str]]] = {
     "run": whole_run,
-    "recover": lambda world: ["recover", world.model, "--plan", world.plan, "--data", "demo", *LOOP, *FEW],
-    "train": lambda world: ["train", world.model, "--data", str(world.images), *LOOP],
+    "recover": lambda world: ["recover", world.model, "--plan", world.plan, "--data", "demo", *LOOP, *FEW,
+                              *settings("", LOSS)],
+    "train": lambda world: ["train", world.model, "--data", str(world.images), *LOOP, *settings("", LOSS)],
     "oneshot": lambda world: ["oneshot", world.model, "--data", "demo", "--layers", "3", "--images", "16",
                               "--judge-images", "16", "--batch-size", "8"],
     "collect": lambda world: ["collect", world.model, "--data", "demo", "--rounds", "2,1,1", "--images", "16", *LOOP,
@@ -81,6 +85,7 @@ JOBS: dict[str, Callable[[World], list[str]]] = {
                              "--images", "16", *LOOP, *FEW],
     "compare": lambda world: ["compare", world.model, "--data", "demo", "--layers", "2", "--methods",
                               "importance-only,random", "--images", "16", *LOOP, *FEW, "--epochs", "1",
+                              *settings("", LOSS),
                               *settings("", {"training.epochs": 1, "per_class": 4}, "--search-set")],
     "observe": lambda world: ["observe", world.model, "--data", "demo", "--blocks", "0", "--removal", "plain",
                               "--images", "16", *LOOP, *FEW, "--epochs", "1"],

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from evidence import VIT_TINY
+from evidence import OLD_QUICK, VIT_TINY
 from torch import Tensor, nn
 
 import hetdpt
@@ -236,8 +236,9 @@ def evaluation(setting: Setting) -> Call:
 
 
 def usual(setting: Setting) -> RecoverConfig:
-    """Return how weights train here: as the recipe ``quick`` says."""
-    return quick().config.with_settings({"training.batch_size": setting.batch, "training.precision": "float32"})
+    """Return how weights train here: as the recipe ``quick`` said when the first results were measured."""
+    changes = {"training.batch_size": setting.batch, "training.precision": "float32"}
+    return quick().config.with_settings({**OLD_QUICK, **changes})
 
 
 def trainer_of(

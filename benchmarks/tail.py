@@ -34,6 +34,7 @@ import hetdpt  # before timm: cures torchvision where its operators do not load
 import torch
 from evidence import (
     IMAGENET,
+    OLD_QUICK,
     RESULTS,
     SHARED,
     VIT_TINY,
@@ -99,7 +100,9 @@ def fine_tuned(directory: Path) -> nn.Module:
         probe = ("transfer", DINOV2, "--img-size", str(PIXELS), "--weights", str(weights), "--mode", "probe")
         run(*probe, *data, "--out", str(work / "dinov2_probe"))
         [probed] = (work / "dinov2_probe" / "models").glob("*/model")
-        run("train", str(probed), *data, "--epochs", "4", "--lr", "3e-5", "--out", str(work / "dinov2_train"))
+        settings = {**OLD_QUICK, "training.epochs": 4, "training.lr": 3e-5}
+        loop = [word for name, value in settings.items() for word in ("--set", f"{name}={value}")]
+        run("train", str(probed), *data, *loop, "--out", str(work / "dinov2_train"))
         hetdpt.save(hetdpt.load(work / "dinov2_train" / "last"), directory)
     return hetdpt.load(directory)
 

@@ -11,13 +11,11 @@ from accuracy import Case
 from evidence import Recorder, Results
 
 from hetdpt.export.saved import open_model
-from hetdpt.flow.demo import demo_config
 
 
 def small() -> Case:
     """A few updates of the model that comes with hetdpt."""
-    settings = demo_config(Path("runs"))
-    brief = settings.recovery.with_settings({"training.epochs": 1, "training.batch_size": 8, "per_class": 1})
+    brief = accuracy.demo().recovery.with_settings({"training.epochs": 1, "training.batch_size": 8, "per_class": 1})
     return Case(
         model=lambda: open_model("demo"),
         data="demo",

@@ -53,7 +53,7 @@ KEYS = ["dense", "a", "aa", "g", "ag"]
 
 
 def brief(**changes: Any) -> RecoverConfig:
-    return quick().config.with_settings({**BRIEF, **changes})
+    return quick().collection.with_settings({**BRIEF, **changes})
 
 
 def config(**changes: Any) -> CollectConfig:
@@ -66,7 +66,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("collection")
     upright = {"augmentation.hflip": 0.0, "augmentation.scale": (1.0, 1.0), "augmentation.ratio": (1.0, 1.0)}
     training = {"training.epochs": 5, "training.lr": 2e-3, **upright}
-    return test_training_cli.build_trained(folder, quick().config.with_settings(training))
+    return test_training_cli.build_trained(folder, quick().collection.with_settings(training))
 
 
 @pytest.fixture(scope="module")
@@ -166,7 +166,7 @@ def test_a_fine_tuning_that_does_harm_is_undone(run: Run, home: Path, dense: nn.
 
 def test_a_training_that_does_harm_keeps_the_start_as_best_and_says_so(run: Run, home: Path, tmp_path: Path) -> None:
     options = ("--data", "demo", "--workers", 0, "--batch-size", 16, "--per-class", 4, "--epochs", 1, "--lr", 10)
-    result = run("train", home / "dense", *options, "--out", tmp_path / "run")
+    result = run("train", home / "dense", *test_training_cli.PLAIN, *options, "--out", tmp_path / "run")
     found = json.loads((tmp_path / "run/summary.json").read_text())
     assert (found["best_epoch"], found["best"]) == (0, found["start"])
     assert found["last"] < found["start"]

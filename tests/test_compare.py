@@ -59,7 +59,7 @@ def config(**changes: Any) -> CompareConfig:
     settings = {
         "layers": (2,),
         "selection": SelectConfig(search=recipe("search").config.with_settings(BRIEF), images=24),
-        "recovery": quick().config.with_settings({**BRIEF, "training.lr": 1e-3}),
+        "recovery": quick().collection.with_settings({**BRIEF, "training.lr": 1e-3}),
     }
     return CompareConfig(**{**settings, **changes})
 
@@ -78,7 +78,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a directory with a model of three blocks that has seen the demo images for a moment."""
     folder = tmp_path_factory.mktemp("compare")
     training = {"training.epochs": 4, "training.lr": 2e-3, "augmentation.hflip": 0.0, "per_class": 40}
-    return test_training_cli.build_trained(folder, quick().config.with_settings(training))
+    return test_training_cli.build_trained(folder, quick().collection.with_settings(training))
 
 
 def compare(
@@ -450,7 +450,7 @@ def test_what_cannot_be_is_left_out_and_told(dense: nn.Module, data: Data, tmp_p
         ({"methods": ("hetdpd",)}, "no method is called 'hetdpd'; did you mean hetdpt?"),
         ({"seeds": 0}, "seeds is 0"),
         (
-            {"collection": CollectConfig(recovery=quick().config, removal="plain")},
+            {"collection": CollectConfig(recovery=quick().collection, removal="plain")},
             "sampled with removal 'plain', but layers removed with 'calibrated'",
         ),
     ],
@@ -462,7 +462,7 @@ def test_contradictions(changes: dict[str, Any], text: str) -> None:
 
 OPTIONS = (
     "--data", "demo", "--layers", "2", "--epochs", "1", "--batch-size", "8", "--per-class", "4", "--images", "24",
-    "--workers", "0", "--batch", "1",
+    "--workers", "0", "--batch", "1", *test_training_cli.PLAIN,
 )  # fmt: skip
 
 
@@ -484,7 +484,7 @@ def test_bad_options(options: tuple[str, ...], text: str, run: Run, home: Path, 
 def test_samples_of_another_model(run: Run, home: Path, tmp_path: Path) -> None:
     samples = tmp_path / "samples"
     samples.mkdir()
-    asked = {"blocks": 12, "config": asdict(CollectConfig(recovery=quick().config))}
+    asked = {"blocks": 12, "config": asdict(CollectConfig(recovery=quick().collection))}
     (samples / "run.json").write_text(json.dumps(asked))
     result = run("compare", home / "dense", "--out", tmp_path / "run", *OPTIONS, "--samples", samples)
     result.is_refused(f"{samples} was collected from a model with 12 blocks, but this one has 3; give its samples")

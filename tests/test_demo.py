@@ -72,7 +72,7 @@ def test_the_run_treats_all_methods_alike_and_flips_no_digit(tmp_path: Path) -> 
     assert (config.model, config.data) == (DEMO, DEMO)
     assert {config.method, *config.compare} == {"hetdpt", "attention-only", "activation-only", "random"} <= set(METHODS)
     assert all(part.augmentation.hflip == 0 for part in (config.collection, config.search, config.recovery))
-    assert config.kept == "last"  # the validation images choose nothing
+    assert (config.kept, config.recovery.hold_out > 0) == ("best", True)  # the validation images choose nothing
 
 
 def _short() -> hetdpt.RecoverConfig:

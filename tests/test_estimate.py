@@ -44,7 +44,7 @@ def dense(tmp_path_factory: pytest.TempPathFactory) -> nn.Module:
 
 
 def config(out: Path, **changes: Any) -> RunConfig:
-    short = quick().config.with_settings(BRIEF)
+    short = quick().collection.with_settings(BRIEF)
     usual = {
         "model": "tiny",
         "data": "demo",

@@ -63,7 +63,7 @@ ANOTHER: dict[str, Any] = {
     **{name: "70%" if goal.is_cost else goal.parse(goal.example).value for name, goal in GOALS.items()},
     "budget": (0, 2), "method": "map+te", "class_token": "share", "tail": 2, "trim": False,
     "compare": ("te-static",), "removal": "plain", "images": 32, "rounds": (1, 1, 1), "candidates": "te",
-    "explores": False, "plus": True, "depths": (1,), "tokens": "tome:3", "keep": "best", "export": ("onnx",),
+    "explores": False, "plus": True, "depths": (1,), "tokens": "tome:3", "keep": "last", "export": ("onnx",),
     "onnx": True, "batch": 2,
     "width.importance": "l2", "width.round_to": 2, "width.shares": (0.5, 1.0, 1.0, 0.5), "width.refits": False,
     "width.seed": 7,

@@ -47,7 +47,7 @@ def test_memory_does_not_grow_over_a_thousand_updates(home: Path) -> None:
     student = hetdpt.prune_(hetdpt.load(home / "dense"), hetdpt.Plan(attention=(1,), activation=(2,)))
     process, sizes = psutil.Process(), list[int]()
     before = process.num_fds(), len(process.children(recursive=True))
-    config = recipe("quick").config.with_settings(SMALL)
+    config = recipe("brief").config.with_settings(SMALL)
     taken(hetdpt.recover(student, dense, "demo", config, workers=0, evaluates=False), sizes)
     assert len(sizes) == 26  # the start and 25 epochs of 40 updates
     later, earlier = max(sizes[-5:]), max(sizes[3:8])  # allocators settle in the first epochs
@@ -59,7 +59,7 @@ def test_memory_does_not_grow_over_a_thousand_updates(home: Path) -> None:
 @pytest.mark.slow
 def test_workers_and_handles_are_gone_after_a_training_with_workers(home: Path) -> None:
     process = psutil.Process()
-    config = recipe("quick").config.with_settings({**SMALL, "training.epochs": 1})
+    config = recipe("brief").config.with_settings({**SMALL, "training.epochs": 1})
     model = hetdpt.load(home / "dense")
     list(hetdpt.recover(model, None, "demo", config, workers=2))  # torch opens some handles once, for good
     gc.collect()
@@ -74,7 +74,8 @@ def test_workers_and_handles_are_gone_after_a_training_with_workers(home: Path) 
 @pytest.mark.slow
 def test_a_signal_ends_a_run_with_workers_and_says_how_to_go_on(home: Path, tmp_path: Path, name: str) -> None:
     number, out = getattr(signal, name), tmp_path / "run"
-    words = ["train", str(home / "dense"), "--data", "demo", "--epochs", "500", "--out", str(out), "--workers", "2"]
+    model, loop = str(home / "dense"), (*test_training_cli.PLAIN, "--epochs", "500", "--workers", "2")
+    words = ["train", model, "--data", "demo", *loop, "--out", str(out)]
     with subprocess.Popen(
         [str(SCRIPT), *words], stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),

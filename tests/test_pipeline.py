@@ -56,7 +56,7 @@ def asked(home: Path, **changes: Any) -> RunConfig:
         "model": str(home / "dense"), "data": "demo", "out": home / "run", "layers": 2, "rounds": [2, 2, 1],
         "images": 16, "batch": 1, "compare": ["random"],
     }  # fmt: skip
-    return RunConfig.resolve(changes={**given, **CHANGES, **changes})
+    return RunConfig.resolve(recipe="brief", changes={**given, **CHANGES, **changes})
 
 
 @pytest.fixture(scope="module")
@@ -585,7 +585,7 @@ def command(home: Path, out: Path, *more: str) -> list[str]:
     settings = [part for name, value in CHANGES.items() for part in ("--set", f"{name}={value}")]
     return [
         str(SCRIPT), "run", str(home / "dense"), "--data", "demo", "--out", str(out), "--layers", "2",
-        "--rounds", "2,2,1",
+        "--recipe", "brief", "--rounds", "2,2,1",
         "--images", "16", "--batch", "1", "--compare", "random", "--workers", "0", *settings, *more,
     ]  # fmt: skip
 

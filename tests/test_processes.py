@@ -24,7 +24,7 @@ from hetdpt.store.run_directory import summary_of
 DATA = ("--data", "demo")
 SMALL = (
     "--epochs", "2", "--batch-size", "8", "--per-class", "4", "--lr", "1e-3", "--workers", "0",
-    "--checkpoint-minutes", "0",
+    "--checkpoint-minutes", "0", "--recipe", "brief",
 )  # fmt: skip
 # Everything random at once: augmentation, mixing, dropped paths; and a moving average.
 RANDOM = (

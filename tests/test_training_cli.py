@@ -33,7 +33,8 @@ run = test_cli.run  # the fixture
 SIZES = {"img_size": 16, "patch_size": 4, "embed_dim": 32, "depth": 3, "num_heads": 2, "num_classes": 10}
 PLAN = hetdpt.Plan(attention=(1,), activation=(2,))
 DEMO = ("--data", "demo", "--workers", 0)
-SMALL = (*DEMO, "--epochs", 2, "--batch-size", 8, "--per-class", 4, "--lr", 1e-3)
+PLAIN = ("--recipe", "brief")  # no probe, no images held out, no hidden states
+SMALL = (*DEMO, *PLAIN, "--epochs", 2, "--batch-size", 8, "--per-class", 4, "--lr", 1e-3)
 SCORES = {"top1", "top5", "loss", "count", "low", "high", "unreadable"}
 EPOCH = {
     "kind", "update", "number", "epochs", "loss", "lr", "last", "best", "ema", "is_best", "seconds",
@@ -486,7 +487,7 @@ def test_the_cached_teacher_trains_as_the_teacher_does(run: Run, home: Path, tmp
 def test_unreadable_images_of_training_are_named(run: Run, home: Path, images: Path, tmp_path: Path) -> None:
     bad = spoil(images, "train/class1/*.png", 1)
     options = ("--data", images, "--workers", 0, "--epochs", 1, "--batch-size", 18, "--out", tmp_path / "run")
-    result = run("train", home / "three", *options)
+    result = run("train", home / "three", *PLAIN, *options)
     assert result.code == 0
     assert re.fullmatch(rf"{UNHELPFUL}warning: 1 file could not be read: {bad[0]}\n", result.err)
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["unreadable"] == bad
@@ -497,7 +498,7 @@ def test_unreadable_images_of_validation_are_named_in_training_too(
 ) -> None:
     bad = spoil(images, "val/class1/*.png", 2)
     options = ("--data", images, "--workers", 0, "--epochs", 1, "--batch-size", 18, "--out", tmp_path / "run")
-    result = run("train", home / "three", *options)
+    result = run("train", home / "three", *PLAIN, *options)
     assert result.code == 0
     assert all(name in result.err for name in bad)
 
@@ -686,7 +687,7 @@ def test_bfloat16_where_it_would_end_the_process(run: Run, home: Path, tmp_path:
 def test_images_that_cannot_be_read_stop_a_training(run: Run, home: Path, images: Path, tmp_path: Path) -> None:
     spoil(images, "train/*/*.png")
     options = ("--data", images, "--workers", 0, "--epochs", 1, "--batch-size", 6, "--out", tmp_path / "run")
-    result = run("train", home / "three", *options)
+    result = run("train", home / "three", *PLAIN, *options)
     assert result.code == 2
     assert re.fullmatch(r"error: \S+\.png cannot be read, nor can the \d+ images after it\n", result.err)
 
@@ -733,14 +734,14 @@ def too_large(home: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
     fat = str(build(home / "fat", embed_dim=16, depth=2, num_heads=1, mlp_ratio=1000))
     outs = tmp_path_factory.mktemp("memory")
     common = ["--data", "demo", "--workers", "0"]
-    large = ["--epochs", "1", "--batch-size", "1400", *common]
+    large = [*PLAIN, "--epochs", "1", "--batch-size", "1400", *common]
     commands: dict[str, tuple[int, list[str]]] = {
         "update": (1000, ["train", fat, "--out", str(outs / "1"), *large]),  # 360 images can be evaluated
         "evaluation": (200, ["train", fat, "--out", str(outs / "2"), *large]),
         "answers": (1000, ["recover", fat, "--teacher", fat, "--cache-teacher", "--out", str(outs / "3"), *large]),
         "eval": (200, ["eval", fat, "--batch-size", "360", *common]),
     }
-    warm = ["train", str(home / "dense"), "--out", str(outs / "0"), "--epochs", "1", "--per-class", "4", *common]
+    warm = ["train", str(home / "dense"), "--out", str(outs / "0"), *PLAIN, "--per-class", "4", *common]
     argument = json.dumps([[*warm, "--batch-size", "8"], *commands.values()])
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     result = subprocess.run(

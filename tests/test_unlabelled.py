@@ -285,7 +285,7 @@ def test_no_label_counts_in_the_loss(home: Path) -> None:
         next(iter(recover(student, None, data, SHORT)))
 
 
-BRIEF = ("--epochs", 1, "--batch-size", 8, "--workers", 0)
+BRIEF = ("--epochs", 1, "--batch-size", 8, "--lr", 1e-4, "--workers", 0)
 
 
 def test_recover_without_labels(run: Run, home: Path, tmp_path: Path) -> None:

@@ -76,7 +76,7 @@ def estimate(
     >>> config = RunConfig(model="test_vit", data="demo", out="nowhere", layers=2, method="random", images=4)
     >>> found = estimate(config, hetdpt.create(config.model, img_size=32, num_classes=10), open_data("demo"))
     >>> {stage.stage: stage.updates for stage in found.stages if stage.updates}
-    {'recover': 220}
+    {'recover': 400}
     """
     processes = start(config.recovery.training.precision, config.device)
     if processes.num_processes > 1:
