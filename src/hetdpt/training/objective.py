@@ -125,25 +125,25 @@ class Objective:
         images, targets = batch.images, batch.targets
         if self.mixup is not None:
             images, targets = self.mixup(images, targets)
-        return self._loss(batch, images, targets)
-
-    def unmixed(self, batch: Batch) -> Tensor:
-        """Return the loss of one batch whose images are not mixed."""
-        targets = batch.targets
-        if self.mixup is not None:  # the criterion takes probabilities
-            targets = mixup_target(targets, self.mixup.num_classes, smoothing=self.mixup.label_smoothing)
-        return self._loss(batch, batch.images, targets)
-
-    def _loss(self, batch: Batch, images: Tensor, targets: Tensor) -> Tensor:
         if self.cached is not None and self.teacher is not None:
             self._cache.logits = self.cached.logits_of(batch)
         if self._hidden is None:
-            loss: Tensor = self.task(images, targets)["loss"]
-            return loss
+            return self._of_answers(images, targets)
         with self._hidden.student.watch(len(images)) as student, self._hidden.teacher.watch(len(images)) as teacher:
-            loss = self.task(images, targets)["loss"]
+            loss = self._of_answers(images, targets)
         wanted = self._hidden.targets(teacher) if self.cached is None else self.cached.streams_of(batch)
         return loss + self.distillation.hidden * self._hidden(student, wanted)
+
+    def of_answers(self, batch: Batch) -> Tensor:
+        """Return the loss of the answers to one batch whose images are not mixed; hidden states do not count."""
+        targets = batch.targets
+        if self.mixup is not None:  # the criterion takes probabilities
+            targets = mixup_target(targets, self.mixup.num_classes, smoothing=self.mixup.label_smoothing)
+        return self._of_answers(batch.images, targets)
+
+    def _of_answers(self, images: Tensor, targets: Tensor) -> Tensor:
+        loss: Tensor = self.task(images, targets)["loss"]
+        return loss
 
     @torch.no_grad()
     def teacher_logits(self, images: Tensor) -> Tensor:

@@ -70,8 +70,9 @@ class Attempt:
 
     @torch.no_grad()
     def loss(self, batches: EvaluationBatches) -> float:
-        """Return the loss of the student on images that are neither mixed nor dropped; infinite if it is not a number.
+        """Return the loss of the student's answers to images that are not mixed; infinite if it is not a number.
 
+        Hidden states do not count: what a rate does to them in a few updates says little about the rate (docs/log.md).
         Modules are in training mode, in which a student with two heads answers with both.
         """
         accelerator, sums = self.trainer.accelerator, torch.zeros(2, dtype=torch.float64)
@@ -88,7 +89,7 @@ class Attempt:
                         indices=batch.indices[is_read],
                     )
                     with accelerator.autocast():
-                        loss = self.objective.unmixed(read.to(accelerator.device))
+                        loss = self.objective.of_answers(read.to(accelerator.device))
                     sums += torch.tensor([number * loss.item(), number])
         total, images = sum_over_processes(sums, accelerator.device).tolist()
         if not images:
