@@ -218,7 +218,8 @@ def test_which_rates_are_tried() -> None:
     assert searched({**falling, 3e-4: math.inf}) == (1e-4, [1e-4, 3e-4, 3e-5])
     assert searched({**falling, 3e-4: 0.75, 3e-5: 0.6}) == (3e-5, [1e-4, 3e-4, 3e-5, 1e-5])
     rising = dict(zip(RATES, (1.1, 1.2, 1.3, 1.4, 1.5, 1.6), strict=True))
-    assert searched(rising) == (1e-5, [1e-4, 3e-5, 1e-5])
+    assert searched({**rising, 3e-5: 1.22}) == (1e-5, [1e-4, 3e-5, 1e-5])
+    assert searched(rising) == (3e-5, [1e-4, 3e-5, 1e-5])  # near the least
     assert searched({**rising, 1e-4: math.inf, 3e-5: math.inf}) == (1e-5, [1e-4, 3e-5, 1e-5])
     with pytest.raises(TrainError, match="the loss is not finite with any of 0.0001, 3e-05, 1e-05; check the weights"):
         searched(dict.fromkeys(RATES, math.inf))

@@ -15,6 +15,7 @@ RATES = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3)
 MIDDLE = 2  # the one that is tried first
 MOST = 4  # trials at most
 UPDATES = 24  # of each trial
+NEAR = 1.1  # times the least loss is as good: a training is longer than a trial, and likes larger rates
 HELD_OUT, IMAGES = 10, 200  # one of so many training images is held out, but not more than so many
 
 
@@ -29,14 +30,15 @@ class RateProbe:
 
     @property
     def best(self) -> float:
-        """The rate with the least loss; the smaller one of two with the same."""
-        if not math.isfinite(min(self.losses.values())):
+        """The largest rate whose loss is near the least."""
+        least = min(self.losses.values())
+        if not math.isfinite(least):
             tried = ", ".join(f"{rate:g}" for rate in self.losses)
             raise TrainError(
                 f"no learning rate was found: the loss is not finite with any of {tried}; check the weights, or give "
                 "--lr and --clip-grad 1"
             )
-        return min(self.losses, key=lambda rate: (self.losses[rate], rate))
+        return max(rate for rate, loss in self.losses.items() if loss <= NEAR * least)
 
     def __str__(self) -> str:
         tried = ", ".join(f"{rate:g}: {loss:.4g}" for rate, loss in sorted(self.losses.items()))
