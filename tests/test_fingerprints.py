@@ -85,7 +85,7 @@ CHANGES = {f"{part}.{name}": value for part in ("collection", "search", "recover
 SAMPLED = {"rounds": [2, 2, 1]}
 FLOWS: dict[str, dict[str, Any]] = {
     "layers": {"layers": 2, "compare": ["random"]},
-    "speedup": {"speedup": 1.001, **SAMPLED},
+    "speedup": {"speedup": 1.001, "search.training.epochs": 8, **SAMPLED},  # an update for each layer, of any number
     "budget": {"budget": [1, 1]},
     "method": {"layers": 1, "method": "te-static"},
     "goal": {"macs": "60%", "method": "calibrated-greedy", "tail": None},

@@ -418,12 +418,13 @@ class Trainer:
         )
 
     def _is_best(self, last: float) -> bool:
-        """Whether ``last`` is above all before it or, if part of the model is new, as high as before training.
+        """Whether ``last`` is as high as all before it: of epochs that are equally good, the latest is the best.
 
-        In recovery, a start that is as good as the trained model stays the best: it needed no training.
+        A start that is as good as the trained model stays the best, unless part of the model is new: it needed no
+        training.
         """
         best, is_of_start = self.at.best, self.at.best_epoch == 0
-        return best is None or last > best or (self._is_new and is_of_start and last == best)
+        return best is None or last > best or (last == best and (self._is_new or not is_of_start))
 
     def _share_buffers(self) -> None:
         """Copy the buffers of the first process, whose model is saved, to all; batch norms keep their means there."""
