@@ -213,13 +213,13 @@ def searched(losses: dict[float, float], start: float = 1.0) -> tuple[float, lis
 
 
 def test_which_rates_are_tried() -> None:
-    falling = dict(zip(RATES, (0.9, 0.8, 0.7, 0.6, 0.5, 0.4), strict=True))
+    falling = dict(zip(RATES, (0.9, 0.8, 0.7, 0.5, 0.4, 0.3), strict=True))
     assert searched(falling) == (3e-3, [1e-4, 3e-4, 1e-3, 3e-3])
     assert searched({**falling, 3e-4: math.inf}) == (1e-4, [1e-4, 3e-4, 3e-5])
-    assert searched({**falling, 3e-4: 0.75, 3e-5: 0.6}) == (3e-5, [1e-4, 3e-4, 3e-5, 1e-5])
-    rising = dict(zip(RATES, (1.1, 1.2, 1.3, 1.4, 1.5, 1.6), strict=True))
-    assert searched({**rising, 3e-5: 1.22}) == (1e-5, [1e-4, 3e-5, 1e-5])
-    assert searched(rising) == (3e-5, [1e-4, 3e-5, 1e-5])  # near the least
+    assert searched({**falling, 3e-4: 0.85, 3e-5: 0.5}) == (3e-5, [1e-4, 3e-4, 3e-5, 1e-5])
+    assert searched({**falling, 3e-4: 0.8}) == (3e-4, [1e-4, 3e-4, 3e-5])  # near the least
+    rising = dict(zip(RATES, (1.1, 1.4, 1.7, 2.0, 2.3, 2.6), strict=True))
+    assert searched(rising) == (1e-5, [1e-4, 3e-5, 1e-5])
     assert searched({**rising, 1e-4: math.inf, 3e-5: math.inf}) == (1e-5, [1e-4, 3e-5, 1e-5])
     with pytest.raises(TrainError, match="the loss is not finite with any of 0.0001, 3e-05, 1e-05; check the weights"):
         searched(dict.fromkeys(RATES, math.inf))
