@@ -283,6 +283,7 @@ def test_killed_again_and_again_it_comes_to_the_same(home: Path, whole: Path, tm
     assert not list(out.glob(".dense.*"))  # halves of models that a kill left
 
 
+@pytest.mark.slow
 def test_a_killed_step_goes_on_from_its_checkpoint(
     home: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -42,6 +42,7 @@ def test_sessions_go_with_their_last_row(tmp_path: Path, monkeypatch: pytest.Mon
     assert {row.key["model"]: row.session for row in found.rows} == {"b": 0, "a": 1}
 
 
+@pytest.mark.slow
 def test_pages_say_what_the_results_say_and_render_needs_no_torch() -> None:
     code = """
 import sys, render

@@ -93,7 +93,7 @@ FLOWS: dict[str, dict[str, Any]] = {
     "layers and width": {"plus": True, "layers": 1, "params": "60%", **SAMPLED},
 }
 """Runs that together have all stages, and of each its ways."""
-SLOW = ("layers", "speedup", "budget", "width", "layers and width")
+SLOW = ("layers", "method", "goal", "speedup", "budget", "width", "layers and width")
 NAMES = {one.name for one in fields(RunConfig)}
 
 

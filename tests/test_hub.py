@@ -141,6 +141,7 @@ def run_model(model: nn.Module, images: Tensor) -> Tensor:
         return model(images)
 
 
+@pytest.mark.slow
 def test_what_is_pushed_comes_back_through_timm(
     hub: Hub, saved: Path, pruned: nn.Module, images: Tensor, tmp_path: Path
 ) -> None:
