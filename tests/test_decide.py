@@ -147,10 +147,10 @@ def by_sgd(student: nn.Module) -> list[Epoch]:
 
 
 def test_a_sharp_model_gets_a_small_rate_and_a_flat_one_a_large_rate() -> None:
-    found = {scale: by_sgd(planted(scale))[-1].lr_found for scale in (1.0, 30.0)}
+    found = {scale: by_sgd(planted(scale))[-1].lr_found for scale in (1.0, 100.0)}
     assert found[1.0] == RATES[-1], "it hardly moves"
-    assert found[30.0] is not None
-    assert found[30.0] <= RATES[-1] / 10, "it diverges"
+    assert found[100.0] is not None
+    assert found[100.0] <= 1e-4, "it diverges"
 
 
 def test_the_probe_is_deterministic_and_leaves_the_student_alone() -> None:
