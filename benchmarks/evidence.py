@@ -153,6 +153,11 @@ def interval(ratio: Any) -> list[float]:
     return [round(number, 5) for number in (ratio.value, ratio.low, ratio.high)]
 
 
+def settings(prefix: str, values: dict[str, Any], option: str = "--set") -> list[str]:
+    """Return the words of a command line that change settings whose names begin with ``prefix``."""
+    return [word for name, value in values.items() for word in (option, f"{prefix}{name}={value}")]
+
+
 def require_real_data() -> None:
     """End the script in a sentence where the real ViT-Tiny and its images are absent."""
     if not IMAGENET.is_dir():

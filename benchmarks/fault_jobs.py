@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import timm
 import torch
-from evidence import OLD_QUICK
+from evidence import OLD_QUICK, settings
 from PIL import Image
 
 import hetdpt
@@ -54,10 +54,6 @@ def make_world(home: Path) -> World:
                 Image.fromarray(picture).save(place / f"{number}.png")
     (home / "masks" / "classes.txt").write_text("background\nrectangle\ndisc\ntriangle\n")
     return World(str(home / "dense"), str(home / "plan.json"), home / "images", home / "masks")
-
-
-def settings(name: str, values: dict[str, object], option: str = "--set") -> list[str]:
-    return [word for key, value in values.items() for word in (option, f"{name}{key}={value}")]
 
 
 def whole_run(world: World) -> list[str]:

@@ -43,6 +43,7 @@ from evidence import (
     Recorder,
     interval,
     require_real_data,
+    settings,
 )
 from torch import nn
 
@@ -100,8 +101,7 @@ def fine_tuned(directory: Path) -> nn.Module:
         probe = ("transfer", DINOV2, "--img-size", str(PIXELS), "--weights", str(weights), "--mode", "probe")
         run(*probe, *data, "--out", str(work / "dinov2_probe"))
         [probed] = (work / "dinov2_probe" / "models").glob("*/model")
-        settings = {**OLD_QUICK, "training.epochs": 4, "training.lr": 3e-5}
-        loop = [word for name, value in settings.items() for word in ("--set", f"{name}={value}")]
+        loop = settings("", {**OLD_QUICK, "training.epochs": 4, "training.lr": 3e-5})
         run("train", str(probed), *data, *loop, "--out", str(work / "dinov2_train"))
         hetdpt.save(hetdpt.load(work / "dinov2_train" / "last"), directory)
     return hetdpt.load(directory)
@@ -196,8 +196,8 @@ def score_oneshots(recorder: Recorder, label: str, speedups: list[str], work: Pa
         directory = saved_at(work, speedup)
         if not (directory / "oneshot.json").is_file():
             model = (VIT_TINY, "--weights", str(VIT_TINY_WEIGHTS), "--data", str(IMAGENET / "train"))
-            settings = ("--images", "256", "--speedup", speedup, "--seed", "0", "--out", str(directory))
-            run("oneshot", *model, *settings)
+            asked = ("--images", "256", "--speedup", speedup, "--seed", "0", "--out", str(directory))
+            run("oneshot", *model, *asked)
         recorder.add(
             key_of(label, speedup),
             **described(json.loads((directory / "oneshot.json").read_text())),
