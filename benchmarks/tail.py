@@ -101,7 +101,8 @@ def fine_tuned(directory: Path) -> nn.Module:
         probe = ("transfer", DINOV2, "--img-size", str(PIXELS), "--weights", str(weights), "--mode", "probe")
         run(*probe, *data, "--out", str(work / "dinov2_probe"))
         [probed] = (work / "dinov2_probe" / "models").glob("*/model")
-        loop = settings("", {**OLD_QUICK, "training.epochs": 4, "training.lr": 3e-5})
+        alone = {name: value for name, value in OLD_QUICK.items() if not name.startswith("distillation.")}
+        loop = settings("", {**alone, "training.epochs": 4, "training.lr": 3e-5})
         run("train", str(probed), *data, *loop, "--out", str(work / "dinov2_train"))
         hetdpt.save(hetdpt.load(work / "dinov2_train" / "last"), directory)
     return hetdpt.load(directory)
