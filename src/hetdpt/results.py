@@ -590,8 +590,10 @@ class EpochResult:
     loss: float | None = None
     last: float | None = None
     """Accuracy of the weights after this epoch."""
+    divergence: float | None = None
+    """Mean KL divergence of the answers from the dense model's on images that were held out, in nats."""
     best: float | None = None
-    """The highest ``last`` so far."""
+    """Accuracy of the best epoch so far."""
     ema: float | None = None
     """Accuracy of the moving average of the weights."""
     lr: float | None = None

@@ -19,7 +19,7 @@ from hetdpt.core.progress import StepProgress
 from hetdpt.data.batches import EvaluationBatches
 from hetdpt.data.sources import Data, check_classes, open_data
 from hetdpt.data.subset import subset
-from hetdpt.data.views import Share
+from hetdpt.data.views import Batch, Share
 from hetdpt.measurement.intervals import wilson_interval
 from hetdpt.results import Scores
 
@@ -45,10 +45,11 @@ def measure_accuracy(
     batches: EvaluationBatches,
     progress: StepProgress | None = None,
     each: Each | None = None,
+    watch: Callable[[Batch, Tensor], None] | None = None,
 ) -> Scores:
     """Return the scores of ``model`` on all images of ``batches``, summed over all processes.
 
-    ``each`` is called for the images that this process has read.
+    ``each`` is called for the images that this process has read, ``watch`` with its batches and their logits (B, C).
     """
     weight = next(model.parameters())  # images are moved to its device and dtype
     sums = torch.zeros(4, dtype=torch.float64)
@@ -63,6 +64,8 @@ def measure_accuracy(
             if each is not None:
                 each(batch.indices[is_read], hits[:, 0].cpu())
             unreadable += batch.unreadable
+            if watch is not None:
+                watch(batch, logits)
             if progress is not None:
                 progress(number, len(batches))
     sums, unreadable = sum_over_processes(sums, weight.device), gather_lists(unreadable)

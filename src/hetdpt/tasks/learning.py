@@ -27,7 +27,7 @@ from hetdpt.tasks.table import task_called
 from hetdpt.training.config import TrainConfig
 from hetdpt.training.objective import OwnLoss
 from hetdpt.training.processes import Accelerator, is_sharded, start
-from hetdpt.training.trainer import Epoch, Keeper, Progress, Trainer
+from hetdpt.training.trainer import Epoch, Evaluation, Keeper, Progress, Trainer
 
 BATCH = 8
 
@@ -156,9 +156,9 @@ def learn(
     validation = _evaluation(model, data, config.training.batch_size, accelerator, workers)
     found: list[TaskScores] = []
 
-    def evaluate(student: nn.Module) -> float:
+    def evaluate(student: nn.Module) -> Evaluation:
         found.append(task_called(model.task).measure(student, validation, data.val))
-        return found[-1].score
+        return Evaluation(found[-1].score)
 
     trainer = Trainer(
         accelerator,

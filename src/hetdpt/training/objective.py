@@ -149,6 +149,7 @@ class Objective:
     def teacher_logits(self, images: Tensor) -> Tensor:
         """Return the teacher's logits (B, classes) for images prepared for the student."""
         teacher: Any = self.task.teacher
+        self._cache.logits = None
         logits: Tensor = teacher(teacher.normalize_input(images, self.task.student_mean, self.task.student_std))
         return logits
 

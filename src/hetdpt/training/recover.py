@@ -25,7 +25,6 @@ from hetdpt.data.sources import Data, Source, check_classes, open_data
 from hetdpt.data.streams import Stream
 from hetdpt.data.subset import hold_out_fraction, require_part, subset
 from hetdpt.data.views import Share
-from hetdpt.measurement.accuracy import measure_accuracy
 from hetdpt.store.config_diff import flat
 from hetdpt.store.settings import changed
 from hetdpt.surgery.merge import merge_
@@ -34,6 +33,7 @@ from hetdpt.surgery.tail import trim_if_possible_, trim_to_class_token_
 from hetdpt.training.config import TrainConfig
 from hetdpt.training.decide import DecidedKeeper, Decision, OpenTraining, first_images
 from hetdpt.training.drop_paths import drop_paths
+from hetdpt.training.evaluator import Evaluator
 from hetdpt.training.objective import Distillation, Objective
 from hetdpt.training.processes import Accelerator, start
 from hetdpt.training.teacher_cache import Asking, TeacherCache
@@ -128,12 +128,12 @@ def recover(
     if not opened.is_labelled:
         require_no_labels(opened.name, taught[0])
     part, _ = training_data(opened, config)
+    held = part.val if part.val is not opened.val else None
     decision = Decision(config.training.epochs)
     if config.training.is_open:
         if companion is not None:
             raise TrainError("a search for layers needs a number of epochs and a learning rate; give --epochs and --lr")
         keeper = DecidedKeeper(keeper)
-        held = part.val if part.val is not opened.val else None
         place: dict[str, Any] = {"device": device, "workers": workers, "evaluates": evaluates, "progress": progress}
         decision = keeper.decision or _decide(student, teacher, part, held, config, **place)
         keeper.decision = decision
@@ -143,13 +143,8 @@ def recover(
         accelerator = start(config.training.precision, device)  # without what the trials have left in it
     batches, validation = _batches(student, part, config, accelerator, workers)
     objective = Objective(student, config.training, *taught)
-    unreadable: set[str] = set()
-
-    def evaluate(model: nn.Module) -> float:
-        scores = measure_accuracy(model, validation)
-        unreadable.update(scores.unreadable)
-        return scores.top1
-
+    is_compared = held is not None and objective.teacher is not None
+    evaluate = Evaluator(validation, objective.teacher_logits if is_compared else None)
     found = survey_of(student)  # before the weights are spread over processes
     with ExitStack() as opened_files:
         if config.cache_teacher and teacher is not None:
@@ -173,7 +168,7 @@ def recover(
                 epoch = next(epochs, None)
             if epoch is None:
                 return
-            names = tuple(sorted({*epoch.unreadable, *unreadable}))
+            names = tuple(sorted({*epoch.unreadable, *evaluate.unreadable}))
             yield replace(epoch, unreadable=names, lr_found=decision.lr, notes=decision.notes)
 
 

@@ -39,8 +39,19 @@ FORMAT = 1
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 State = dict[str, Any]
 """Tensors, numbers, strings, lists and dictionaries: what ``torch.load(weights_only=True)`` reads."""
-Evaluate = Callable[[nn.Module], float]
-"""Gives the score of a model in percent: an accuracy, or what else its task is measured by."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """How good a model is after an epoch."""
+
+    score: float
+    """In percent: an accuracy, or what else its task is measured by."""
+    divergence: float | None = None
+    """How far its answers are from the teacher's; the best epoch has the least, or the highest score without it."""
+
+
+Evaluate = Callable[[nn.Module], Evaluation]
 
 
 class TrainingBatch(Protocol):
@@ -125,7 +136,7 @@ class Epoch:
     last: float | None
     """Score of the weights as they are now, in percent."""
     best: float | None
-    """The highest ``last`` so far."""
+    """Score of the best epoch so far: the one with the least ``divergence``, or with the highest score without it."""
     ema: float | None
     """Score of the moving average of the weights, in percent."""
     is_best: bool
@@ -138,6 +149,8 @@ class Epoch:
     """The trained model; under FSDP a copy on the CPU of the first process."""
     average: nn.Module | None = field(repr=False, compare=False)
     """The model with the averaged weights."""
+    divergence: float | None = None
+    """Mean KL divergence of the student's answers from its teacher's on images that were held out, in nats."""
     lr_found: float | None = None
     """Peak learning rate, if it was found and not given."""
     notes: tuple[str, ...] = ()
@@ -178,6 +191,7 @@ class _Position:
     """Sum of the losses of that epoch, of each process."""
     seconds: float = 0.0
     best: float | None = None
+    best_divergence: float | None = None
     best_epoch: int = 0
     unreadable: list[str] = field(default_factory=list)
 
@@ -273,7 +287,8 @@ class Trainer:
                 if self.at.epoch + 1 == self.config.epochs:
                     self._tell_companion()
                 yield self._report(self.at.epoch + 1)
-                self.at = _Position(epoch=self.at.epoch + 1, best=self.at.best, best_epoch=self.at.best_epoch)
+                best = {name: getattr(self.at, name) for name in ("best", "best_divergence", "best_epoch")}
+                self.at = _Position(epoch=self.at.epoch + 1, **best)
                 self._loss_sum.zero_()
         finally:
             self.objective.close()
@@ -394,11 +409,11 @@ class Trainer:
         """Evaluate, and return the epoch that has just ended."""
         self.objective.module.eval()
         self._share_buffers()
-        last = self._accuracy(self.objective.module)
-        ema = self._accuracy(self._average.module) if self._average is not None else None
-        is_best = last is not None and self._is_best(last)
-        if is_best:
-            self.at.best, self.at.best_epoch = last, number
+        found = self._evaluation(self.objective.module)
+        average = self._evaluation(self._average.module) if self._average is not None else None
+        is_best = found is not None and self._is_best(found)
+        if found is not None and is_best:
+            self.at.best, self.at.best_divergence, self.at.best_epoch = found.score, found.divergence, number
         names = gather_object(self.at.unreadable)
         return Epoch(
             number=number,
@@ -406,9 +421,10 @@ class Trainer:
             update=number * self.steps,
             loss=self._mean_loss() if number else None,
             lr=self._lr,
-            last=last,
+            last=found.score if found is not None else None,
+            divergence=found.divergence if found is not None else None,
             best=self.at.best,
-            ema=ema,
+            ema=average.score if average is not None else None,
             is_best=is_best,
             seconds=self.at.seconds,
             images_per_second=self.steps * self._images_per_update / self.at.seconds if number else None,
@@ -417,14 +433,18 @@ class Trainer:
             average=self._average.module if self._average is not None else None,
         )
 
-    def _is_best(self, last: float) -> bool:
-        """Whether ``last`` is as high as all before it: of epochs that are equally good, the latest is the best.
+    def _is_best(self, found: Evaluation) -> bool:
+        """Whether no epoch so far is better than ``found``: of epochs that are equally good, the latest is the best.
 
         A start that is as good as the trained model stays the best, unless part of the model is new: it needed no
         training.
         """
-        best, is_of_start = self.at.best, self.at.best_epoch == 0
-        return best is None or last > best or (last == best and (self._is_new or not is_of_start))
+        if self.at.best is None:
+            return True
+        last, best = found.score, self.at.best
+        if found.divergence is not None and self.at.best_divergence is not None:
+            last, best = -found.divergence, -self.at.best_divergence
+        return last > best or (last == best and (self._is_new or self.at.best_epoch > 0))
 
     def _share_buffers(self) -> None:
         """Copy the buffers of the first process, whose model is saved, to all; batch norms keep their means there."""
@@ -435,7 +455,7 @@ class Trainer:
         total: Tensor = self.accelerator.reduce(self._loss_sum, reduction="mean")
         return total.item() / self.steps
 
-    def _accuracy(self, model: nn.Module) -> float | None:
+    def _evaluation(self, model: nn.Module) -> Evaluation | None:
         if self.evaluate is None:
             return None
         if not is_sharded(self.accelerator):
