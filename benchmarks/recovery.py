@@ -2,13 +2,15 @@
 
     python benchmarks/recovery.py losses [--plans ...] [--losses ...] [--seeds 0] [--epochs 3]
     python benchmarks/recovery.py recipe [--plans ...] [--seeds 0] [--minutes 60] [--folder]
+    python benchmarks/recovery.py order [--seeds 0] [--epochs 3]
     python benchmarks/recovery.py cost [--runs 10]
 
 ``losses`` trains one student per plan, loss and seed on all training images, with the same views in the same order, and
 scores it on the validation images after every epoch. ``recipe`` is the command ``hetdpt recover --recipe quick
 --minutes M`` as a user gives it: the learning rate is found and the model to keep is chosen on training images that are
 held out, and the validation images are used once. With ``--folder`` it gets the training images as a plain folder,
-without labels. ``cost`` times updates in turns: logits alone, with hidden states, and both with a cached teacher.
+without labels. ``order`` removes layers all at once or in parts, each followed by its share of the epochs, on half of
+the training images; what counts is the divergence from the dense model on images that are held out. ``cost`` times updates in turns: logits alone, with hidden states, and both with a cached teacher.
 
 The models are the ViT-Tiny of ``../shared/data`` with 3,000 images of ImageNet, and the DINOv2 ViT-S of ``tail.py``
 with 2,000 of CIFAR-10. Minutes are those of training alone, on as many cores as there are threads (OMP_NUM_THREADS).
@@ -43,7 +45,7 @@ from hetdpt.data.fixed_batches import ImageBatches
 from hetdpt.data.sources import open_data
 from hetdpt.flow.recipes import quick
 from hetdpt.training.decide import first_images
-from hetdpt.training.recover import RecoverConfig, recover
+from hetdpt.training.recover import RecoverConfig, recover, training_data
 
 WORK = Path("runs/bench/recovery")
 FITTED_ON = 256  # images
@@ -72,6 +74,21 @@ CASES = {
     "dinov2 tail 4": Case("dinov2", Plan(tail=4), 3e-5),
     "dinov2 tail 5": Case("dinov2", Plan(tail=5), 3e-5),
 }
+
+
+PARTS = {
+    "vit-tiny 6 layers": (
+        Plan(activation=(10, 11), removal="calibrated"),
+        Plan(attention=(0,), activation=(5,), removal="calibrated"),
+        Plan(activation=(3, 9), removal="calibrated"),
+    ),
+    "vit-tiny tail 3 + 2": (
+        Plan(tail=3),
+        Plan(attention=(0,), removal=PATCHES_ONLY),
+        Plan(activation=(3,), removal=PATCHES_ONLY),
+    ),
+}
+"""The plans of ``CASES`` part by part, those that do the least damage first."""
 
 
 def dense_of(name: str, dinov2: Path) -> tuple[nn.Module, Path]:
@@ -198,6 +215,36 @@ def recovered(bench: Bench, name: str, seed: int, options: argparse.Namespace) -
     return {**kept, "minutes": round(seconds / 60, 1), "held_out": held, **found}
 
 
+def compare_orders(recorder: Recorder, bench: Bench, options: argparse.Namespace) -> None:
+    """Add the rows of ``order`` that are not there yet."""
+    for name in (plan for plan in options.plans if plan in PARTS):
+        for seed in options.seeds:
+            for is_progressive in (False, True):
+                plans = PARTS[name] if is_progressive else (CASES[name].plan,)
+                key = {"part": "order", **key_of(name), "parts": len(plans), "seed": seed, "epochs": options.epochs}
+                if not recorder.has(**key):
+                    recorder.add(key, divergence=removed_in_parts(bench, name, plans, seed, options))
+
+
+def removed_in_parts(
+    bench: Bench, name: str, plans: tuple[Plan, ...], seed: int, options: argparse.Namespace
+) -> list[float]:
+    """Remove one plan after another, with an equal share of the epochs after each; return all divergences."""
+    case = CASES[name]
+    dense, data = dense_of(case.dense, bench.dinov2)
+    found, student = list[float](), clone(dense)
+    epochs = {"hold_out": 0.1, "fraction": 0.5, "training.epochs": options.epochs // len(plans)}
+    config = config_of(case, "hidden", seed, options.epochs, options.precision).with_settings(epochs)
+    images = training_data(open_data(str(data)), config)[0].train
+    assert images is not None
+    for plan in plans:
+        hetdpt.calibrate_(student, plan, ImageBatches(images, preprocessing_of(dense), count=FITTED_ON))
+        found += [
+            round(epoch.divergence or 0.0, 4) for epoch in recover(student, dense, str(data), config, device="cpu")
+        ]
+    return found
+
+
 WAYS: dict[str, dict[str, Any]] = {
     "logits": {"distillation.hidden": 0.0},
     "logits + hidden": {},
@@ -237,11 +284,11 @@ def measure_cost(recorder: Recorder, bench: Bench, options: argparse.Namespace) 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=("losses", "recipe", "cost"))
+    parser.add_argument("part", choices=("losses", "recipe", "order", "cost"))
     parser.add_argument("--plans", nargs="+", default=list(CASES), choices=list(CASES))
     parser.add_argument("--losses", nargs="+", default=list(LOSSES), choices=list(LOSSES))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
-    parser.add_argument("--epochs", type=int, default=3, help="of losses")
+    parser.add_argument("--epochs", type=int, default=3, help="of losses and order")
     parser.add_argument("--minutes", type=float, default=60.0, help="of recipe")
     parser.add_argument("--folder", action="store_true", help="recipe: give images without labels")
     parser.add_argument("--runs", type=int, default=5, help="of cost")
@@ -257,7 +304,8 @@ def main() -> None:
         Recorder(options.out, dtype=options.precision, redo=options.redo),
         Bench(options.work, options.dinov2),
     )
-    {"losses": compare_losses, "recipe": follow_recipe, "cost": measure_cost}[options.part](recorder, bench, options)
+    parts = {"losses": compare_losses, "recipe": follow_recipe, "order": compare_orders, "cost": measure_cost}
+    parts[options.part](recorder, bench, options)
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from hetdpt.data.sources import Data, open_data
 from hetdpt.data.streams import Stream
 from hetdpt.data.subset import MOST_HELD_OUT, Subset, hold_out_fraction, subset
 from hetdpt.flow.resumable import recover_into
+from hetdpt.measurement.agreement import measure_damage
 from hetdpt.store.run_directory import summary_of
 from hetdpt.training import recover as recovery
 from hetdpt.training.recover import recover, training_data
@@ -119,6 +120,30 @@ def test_a_start_that_training_makes_worse_stays_the_best(tmp_path: Path) -> Non
     assert summary["metric"] == "accuracy"
     assert summary["validation"]["top1"] == hetdpt.evaluate(dense, "demo").top1
     assert summary["validation"]["count"] == 360
+
+
+@pytest.mark.parametrize("is_cached", [False, True])
+def test_the_best_epoch_is_nearest_to_the_teacher(is_cached: bool) -> None:
+    """Accuracies of 20 images are as coarse as 5 points; the divergence tells epochs apart."""
+    views = replace(SHORT.augmentation, views=1)
+    slow = replace(PLAIN, lr=1e-4, epochs=3)
+    config = replace(HELD, training=slow, augmentation=views, cache_teacher=is_cached)
+    teacher, student = tiny(seed=1), tiny()
+    data = training_data(open_data("demo"), config)[0]
+    wants = hetdpt.adapters.preprocessing.preprocessing_of(student)
+    images = list(ImageBatches(data.val, wants, count=20))  # type: ignore[arg-type]
+    found = list[float]()
+    for epoch in recover(student, teacher, "demo", config):
+        measured = measure_damage(teacher, epoch.student, images)
+        assert epoch.divergence == pytest.approx(measured, rel=1e-5)  # the teacher is trimmed, which rounds differently
+        found.append(measured)
+        assert epoch.is_best == (measured == min(found))
+    assert found[-1] < found[0]
+
+
+def test_epochs_without_teacher_or_held_out_images_are_compared_by_accuracy() -> None:
+    for teacher, config in ((None, HELD), (tiny(seed=1), SHORT)):
+        assert all(epoch.divergence is None for epoch in recover(tiny(), teacher, "demo", config))
 
 
 def test_with_nothing_held_out_the_summary_names_the_validation_images(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ SMALL = (*DEMO, *PLAIN, "--epochs", 2, "--batch-size", 8, "--per-class", 4, "--l
 SCORES = {"top1", "top5", "loss", "count", "low", "high", "unreadable"}
 EPOCH = {
     "kind", "update", "number", "epochs", "loss", "lr", "last", "best", "ema", "is_best", "seconds",
-    "images_per_second", "unreadable", "lr_found", "notes",
+    "divergence", "images_per_second", "unreadable", "lr_found", "notes",
 }  # fmt: skip
 
 UNHELPFUL = r"(warning: training did not help: .* % before, .* % after it; the model from before .* is kept as best\n)?"

@@ -98,8 +98,9 @@ def epoch_line(epoch: Epoch, metric: str = "accuracy") -> str:
     if not epoch.number:
         return f"before training: {metric} {percent(epoch.last)}"
     ema = f", ema {percent(epoch.ema)}" if epoch.ema is not None else ""
+    apart = f", KL to the teacher {epoch.divergence:.4f}" if epoch.divergence is not None else ""
     return (
-        f"epoch {epoch.number}/{epoch.epochs}: loss {epoch.loss:.4f}, last {percent(epoch.last)}, "
+        f"epoch {epoch.number}/{epoch.epochs}: loss {epoch.loss:.4f}, last {percent(epoch.last)}{apart}, "
         f"best {percent(epoch.best)}{ema}, {epoch.images_per_second:.1f} images/s, {epoch.seconds:.0f} s"
     )
 
