@@ -10,7 +10,8 @@ scores it on the validation images after every epoch. ``recipe`` is the command 
 --minutes M`` as a user gives it: the learning rate is found and the model to keep is chosen on training images that are
 held out, and the validation images are used once. With ``--folder`` it gets the training images as a plain folder,
 without labels. ``order`` removes layers all at once or in parts, each followed by its share of the epochs, on half of
-the training images; what counts is the divergence from the dense model on images that are held out. ``cost`` times updates in turns: logits alone, with hidden states, and both with a cached teacher.
+the training images; what counts is the divergence from the dense model on images that are held out. ``cost`` times
+updates in turns: logits alone, with hidden states, and both with a cached teacher.
 
 The models are the ViT-Tiny of ``../shared/data`` with 3,000 images of ImageNet, and the DINOv2 ViT-S of ``tail.py``
 with 2,000 of CIFAR-10. Minutes are those of training alone, on as many cores as there are threads (OMP_NUM_THREADS).
