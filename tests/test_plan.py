@@ -124,6 +124,35 @@ def test_an_unknown_removal_is_refused(wrong: Any) -> None:
         Plan(removal=wrong)
 
 
+def test_styles_of_sites_are_those_that_differ() -> None:
+    plan = Plan(attention=(1, 2), site_styles=(("attention", 2, "norm"), ("attention", 1, "skip")))
+    assert plan.site_styles == (("attention", 2, "norm"),)
+    assert plan == Plan.from_json(plan.to_json()) != Plan(attention=(1, 2))
+    first = Site("attention", 1, "blocks.1.attn")
+    assert plan.with_style(first, "norm").site_styles == (("attention", 1, "norm"), ("attention", 2, "norm"))
+    assert plan.with_style(first, "skip") == plan
+    assert not plan.needs_images
+    assert plan.with_style(first, "linear").fitted == ("linear",)
+    assert Plan(activation=(0,), site_styles=(("activation", 0, "calibrated-keep"),)).class_token == "keep"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ((("attention", 3, "norm"),), "expected a kind and a block that the plan removes"),
+        ((("attention", 1, "identity"),), "and a style for that kind"),
+        ((("colour", 1, "norm"),), "expected a kind"),
+        ((("attention", 1),), r"is a list of \(kind, block, style\)"),
+        ("attention", r"is a list of \(kind, block, style\)"),
+        ((([], 1, {}),), r"is a list of \(kind, block, style\)"),
+        ((("attention", "1", "norm"),), r"is a list of \(kind, block, style\)"),
+    ],
+)
+def test_wrong_styles_of_sites_are_refused(wrong: Any, says: str) -> None:
+    with pytest.raises(PlanError, match=says):
+        Plan(attention=(1,), site_styles=wrong)
+
+
 @pytest.mark.parametrize(
     ("share", "keep"),
     [

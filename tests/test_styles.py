@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 import hetdpt
 from hetdpt.core import gates
 from hetdpt.core.plan import KINDS, Plan
-from hetdpt.core.styles import PRESETS, STYLES, Style, pair_with, styles_for
+from hetdpt.core.styles import PRESETS, STYLES, Style, styles_for
 from hetdpt.surgery.calibrate import calibrate_, gate_fitted_
 from hetdpt.surgery.record import require_record
 
@@ -40,7 +41,7 @@ def distance(one: Tensor, other: Tensor) -> float:
 
 
 def plan_of(style: Style, block: int = 1) -> Plan:
-    return Plan(**{style.kind: (block,)}, removal=pair_with(style))  # type: ignore[arg-type]
+    return Plan(**{style.kind: (block,)}, site_styles=((style.kind, block, style.name),))  # type: ignore[arg-type]
 
 
 def evaluate(formula: str) -> int:
@@ -85,6 +86,44 @@ def test_gated_is_pruned_is_merged_and_none_is_dense(style: Style, vit: Family, 
     loaded = hetdpt.load(hetdpt.save(pruned_model, tmp_path / "saved"))
     assert torch.equal(run(loaded, images), merged)
     assert [fit.style for fit in require_record(loaded).plan.fits] == ([style.name] if style.fit else [])
+
+
+MIXED = Plan(
+    attention=(0, 2),
+    activation=(0, 1, 2),
+    removal=("constant", "calibrated-keep"),
+    site_styles=(("attention", 2, "linear"), ("activation", 1, "calibrated"), ("activation", 2, "drop")),
+)
+
+
+def test_every_layer_has_its_own_style(vit: Family, tmp_path: Path) -> None:
+    model, images = vit.build(), vit.images(8)
+    pruned_model = calibrate_(deepcopy(model), MIXED, [images, images])
+    plan, modules = require_record(pruned_model).plan, dict(pruned_model.named_modules())
+    assert plan.site_styles == MIXED.site_styles
+    assert isinstance(modules["blocks.0.attn"], gates.Constant)
+    assert isinstance(modules["blocks.2.attn"], gates.Mapped)
+    assert isinstance(modules["blocks.0.mlp.patches"], gates.PatchMap)
+    assert isinstance(modules["blocks.1.mlp.fc1"], nn.Linear)
+    assert isinstance(modules["blocks.2.mlp"], gates.Zero)
+    pruned = run(pruned_model, images)
+    merged = run(hetdpt.merge_(pruned_model), images)
+    assert distance(merged, pruned) < ROUNDING
+    assert distance(pruned, run(model, images)) > 1e-4
+    loaded = hetdpt.load(hetdpt.save(pruned_model, tmp_path / "saved"))
+    assert torch.equal(run(loaded, images), merged)
+    assert require_record(loaded).plan == plan
+
+
+def test_layers_removed_later_may_have_another_style(vit: Family) -> None:
+    """One by one, in order of execution, is the same as all at once."""
+    model, images = vit.build(), vit.images(8)
+    batches, removal = [images, images], MIXED.removal
+    whole = run(calibrate_(deepcopy(model), MIXED, batches), images)
+    for site in [site for site in hetdpt.sites(model) if MIXED.removes(site)]:
+        calibrate_(model, Plan(removal=removal).with_style(site, MIXED.style_of(site).name), batches)
+    assert require_record(model).plan == replace(MIXED, anatomy=require_record(model).plan.anatomy)
+    assert distance(run(model, images), whole) < ROUNDING
 
 
 @EVERY

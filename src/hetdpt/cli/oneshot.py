@@ -105,7 +105,7 @@ def _print(found: OneShotResult, out: Path) -> None:
         move, about = choice.move, ("-", "-", "-")
         if isinstance(move, Site):
             fit = fits.get((move.kind, move.block))
-            about = move.path, found.plan.style_of(move.kind).name, f"{fit.r2:.3f}" if fit else "-"
+            about = move.path, found.plan.style_of(move).name, f"{fit.r2:.3f}" if fit else "-"
         rows.add_row(str(move), *about, f"{choice.damage:.4g}")
     print_(rows)
     print_costs(found.costs)

@@ -159,6 +159,8 @@ class Plan:
 
     1 changes no answer; beyond, keys and values of patches are linear maps that are fitted on images.
     """
+    site_styles: tuple[tuple[Kind, int, str], ...] = ()
+    """(kind, block, style) of the layers that are removed in another style than ``removal`` says."""
 
     def __post_init__(self) -> None:
         for kind in KINDS:
@@ -167,6 +169,19 @@ class Plan:
         if not _is_block(self.tail):
             raise PlanError(f"tail of a plan is how many of the last blocks it has, such as 2, not {self.tail!r}")
         object.__setattr__(self, "tail", int(self.tail))
+        object.__setattr__(self, "site_styles", self._settled_styles())
+
+    def _settled_styles(self) -> tuple[tuple[Kind, int, str], ...]:
+        """Return ``site_styles`` sorted, without those that ``removal`` says anyway."""
+        found = {(kind, block): style for kind, block, style in _site_styles(self.site_styles)}
+        for (kind, block), style in found.items():
+            if kind not in KINDS or style not in styles_for(kind) or block not in getattr(self, kind):
+                raise PlanError(
+                    f"site_styles of a plan has {kind!r}, {block!r}, {style!r}; expected a kind and a block that the "
+                    "plan removes, and a style for that kind (docs/oneshot.md)"
+                )
+        own = dict(zip(KINDS, self.styles, strict=True))
+        return tuple(sorted((kind, block, style) for (kind, block), style in found.items() if style != own[kind]))
 
     def __len__(self) -> int:
         return len(self.attention) + len(self.activation)
@@ -184,7 +199,8 @@ class Plan:
     @property
     def class_token(self) -> ClassToken:
         """Whether the class token keeps its FFN where patches lose their activation (see ``with_class_token``)."""
-        return self.style_of("activation").class_token
+        kept = [style for _, _, style in self.site_styles if STYLES[style].class_token == "keep"]
+        return "keep" if kept else self.style_of("activation").class_token
 
     @property
     def budget(self) -> Budget:
@@ -207,9 +223,23 @@ class Plan:
         """Whether this plan removes ``site``."""
         return site.block in getattr(self, site.kind)
 
-    def style_of(self, kind: Kind) -> Style:
-        """Return the row of the style by which layers of ``kind`` are removed."""
-        return STYLES[self.styles[KINDS.index(kind)]]
+    def style_of(self, what: Kind | Site) -> Style:
+        """Return the row of the style in which a layer is removed, or layers of a kind unless ``site_styles`` differ.
+
+        >>> plan = Plan(attention=(1, 2), site_styles=(("attention", 2, "norm"),))
+        >>> plan.style_of("attention").name, plan.style_of(Site("attention", 2, "blocks.2.attn")).name
+        ('skip', 'norm')
+        """
+        if not isinstance(what, Site):
+            return STYLES[self.styles[KINDS.index(what)]]
+        own = [style for kind, block, style in self.site_styles if (kind, block) == (what.kind, what.block)]
+        return STYLES[own[0]] if own else self.style_of(what.kind)
+
+    def with_style(self, site: Site, style: str) -> Plan:
+        """Return the plan that also removes ``site``, in this style."""
+        kept = [row for row in self.site_styles if row[:2] != (site.kind, site.block)]
+        plan = self if self.removes(site) else self.plus(site)
+        return replace(plan, site_styles=(*kept, (site.kind, site.block, style)))
 
     @property
     def is_empty(self) -> bool:
@@ -219,7 +249,9 @@ class Plan:
     @property
     def fitted(self) -> tuple[str, ...]:
         """The styles of its removed layers that are fitted on images."""
-        return tuple(style.name for kind in KINDS if getattr(self, kind) and (style := self.style_of(kind)).fit)
+        sites = [Site(kind, block, "") for kind in KINDS for block in getattr(self, kind)]
+        names = dict.fromkeys(self.style_of(site).name for site in sites)
+        return tuple(name for name in names if STYLES[name].fit)
 
     @property
     def needs_images(self) -> bool:
@@ -228,8 +260,8 @@ class Plan:
 
     @property
     def is_any_fitted(self) -> bool:
-        """Whether one of its two styles is fitted on images, even if it removes no such layer."""
-        return any(STYLES[name].fit for name in self.styles)
+        """Whether one of its styles is fitted on images, even if it removes no such layer."""
+        return any(STYLES[name].fit for name in (*self.styles, *self.fitted))
 
     def check(self, anatomy: Anatomy) -> None:
         """Raise ``PlanError`` unless every site of the plan exists in a model of this ``anatomy``."""
@@ -282,6 +314,7 @@ class Plan:
             activation=values.get("activation", ()),
             removal=tuple(removal) if isinstance(removal, list) else removal,
             tail=values.get("tail", 0),
+            site_styles=_site_styles(values.get("site_styles", ())),
             anatomy=_anatomy(values.get("anatomy")),
             fits=_fits(values.get("fits", ())),
         )
@@ -348,6 +381,19 @@ def _removal(removal: object) -> Removal:
         f"removal is one of {_spell(PRESETS)} or a pair (attention style of {_spell(styles_for('attention'))}; "
         f"activation style of {_spell(styles_for('activation'))}), not {removal!r}"
     )
+
+
+def _site_styles(values: Any) -> tuple[tuple[Kind, int, str], ...]:
+    """Return rows of ``Plan.site_styles`` as tuples; ``PlanError`` if they are something else."""
+    if not isinstance(values, list | tuple) or not all(map(_is_site_style, values)):
+        raise PlanError(f"site_styles of a plan is a list of (kind, block, style), not {reprlib.repr(values)}")
+    return tuple((kind, int(block), style) for kind, block, style in values)
+
+
+def _is_site_style(row: Any) -> bool:
+    if not isinstance(row, list | tuple) or len(row) != 3:
+        return False
+    return isinstance(row[0], str) and _is_block(row[1]) and isinstance(row[2], str)
 
 
 def _fits(values: Any) -> tuple[Fit, ...]:

@@ -131,13 +131,3 @@ def styles_for(kind: Kind) -> tuple[str, ...]:
     ('identity', 'calibrated', 'identity-keep', 'calibrated-keep', 'drop')
     """
     return tuple(style.name for style in STYLES.values() if style.kind == kind)
-
-
-def pair_with(style: Style) -> tuple[str, str]:
-    """Return a removal that has ``style`` for its kind and the plain style for the other.
-
-    >>> pair_with(STYLES["linear"]), pair_with(STYLES["drop"])
-    (('linear', 'identity'), ('skip', 'drop'))
-    """
-    plain = PRESETS["plain"]
-    return (style.name, plain.activation) if style.kind == "attention" else (plain.attention, style.name)

@@ -192,8 +192,9 @@ def _path_behind_mean(model: nn.Module, record: Record) -> str:
     is_last = last.site.kind == "activation" and is_whole(model, last.owner, *branches)
     if not is_last or last.ffn is None or not last.ffn.is_end:
         raise ModelError("this model cannot be trimmed: no linear layer is the last before the mean of its tokens")
-    is_kept = record.plan.class_token == "keep"  # in two layers, one for patches
-    if record.plan.removes(last.site) and (is_kept or record.plan.style_of("activation").removes == "branch"):
+    style = record.plan.style_of(last.site)
+    is_kept = style.class_token == "keep"  # in two layers, one for patches
+    if record.plan.removes(last.site) and (is_kept or style.removes == "branch"):
         raise ModelError("this model cannot be trimmed: the last FFN, which would run after the mean, was removed")
     if record.plan.has_stream_gelu and all(last.site.block in getattr(record.plan, kind) for kind in KINDS):
         raise ModelError("this model cannot be trimmed: a GELU is between its last block and the mean of its tokens")

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hetdpt.adapters.anatomy import Handle
-from hetdpt.adapters.layout import TokenLayout
 from hetdpt.core.errors import ModelError
 from hetdpt.core.fold import Means, Moments, exact
 from hetdpt.core.gates import Values, first_tensor, replacement_class
@@ -47,7 +46,7 @@ from hetdpt.surgery.fit_tail import (
     require_held_out,
 )
 from hetdpt.surgery.gate import fill_gate_, gates_by_site, place_gates_, restore_
-from hetdpt.surgery.record import layer_at, parts_of, record_of, require_record
+from hetdpt.surgery.record import Record, layer_at, parts_of, record_of, require_record, with_class_layout
 from hetdpt.surgery.remove import fill_, place_, ready_for, without
 from hetdpt.surgery.replacement import place_of
 from hetdpt.surgery.tail import trim_to_class_token_, untrim_
@@ -198,7 +197,7 @@ def variants_of(model: nn.Module, sites: Iterable[Site], batches: Iterable[Tenso
 
 def _fitted_styles(sites: Iterable[Site], plan: Plan) -> dict[Site, tuple[str]]:
     """Return those of ``sites`` whose replacement has to be fitted, with its style."""
-    styles = {site: plan.style_of(site.kind) for site in sites}
+    styles = {site: plan.style_of(site) for site in sites}
     return {site: (style.name,) for site, style in styles.items() if style.fit}
 
 
@@ -220,8 +219,10 @@ def fit_sites(
     can be read again, there are more passes.
     """
     record = require_record(model)
+    if any(STYLES[style].class_token == "keep" for styles in wanted.values() for style in styles):
+        record = with_class_layout(model, record)
     sums = [
-        _Sums(model, record.handle_of(site), STYLES[style], is_scaled, (kept or {}).get(site), record.layout)
+        _Sums(model, record.handle_of(site), STYLES[style], is_scaled, (kept or {}).get(site), record)
         for site, styles in wanted.items()
         for style in styles
     ]
@@ -273,7 +274,7 @@ def _fit_in_order(
     wanted = _fitted_styles(removed, plan)
     for site in removed:
         if site not in wanted:
-            student = without(student, site)
+            student = without(student, site, plan.style_of(site).name)
             continue
         step = partial(_progress_of_pass, progress, len(found), len(wanted)) if progress else None
         [fitted] = fit_sites(student, {site: wanted[site]}, batches, kept=kept, progress=step).values()
@@ -296,12 +297,12 @@ class _Sums:
         style: Style,
         is_scaled: bool,
         kept: int | None,
-        layout: TokenLayout | None,
+        record: Record,
     ) -> None:
-        self.site, self.style = handle.site, style
+        self.site, self.style, layout = handle.site, style, record.layout
         self.positions = slice(0, kept)
         """The tokens that the replacement is for."""
-        self.is_short = layout is not None and handle.site.block >= kept_of(require_record(model))[0]
+        self.is_short = layout is not None and handle.site.block >= kept_of(record)[0]
         """Whether only the kept tokens are computed there."""
         if layout and style.removes == "patches":
             self.positions = slice(layout.protected, None)

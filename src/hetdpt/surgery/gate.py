@@ -46,7 +46,7 @@ def place_gates_(
     record = record_for(model, plan, input_size, is_temporary=True)
     gated = []
     for handle in record.left:
-        style = plan.style_of(handle.site.kind)
+        style = plan.style_of(handle.site)
         if sites is not None and handle.site not in sites:
             continue
         if plan.removes(handle.site):
@@ -56,7 +56,7 @@ def place_gates_(
     owners = stream_owners(gated) if plan.has_stream_gelu else {}
     if record_of(model) is None:
         keep_places_(model, record.survey)
-    paths = {h.site: _put_gate(model, h, plan.style_of(h.site.kind), record.layout) for h in gated}
+    paths = {h.site: _put_gate(model, h, plan.style_of(h.site), record.layout) for h in gated}
     vars(model)[RECORD] = replace(record, gates=tuple(paths.items()))
     gates = gates_by_site(model)
     for site, gate in gates.items():

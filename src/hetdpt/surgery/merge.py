@@ -53,13 +53,14 @@ def merge_blocks_(
     refuse_gated(model)
     record = require_record(model)
     ffns = _linear_ffns(record)
-    is_kept = record.plan.class_token == "keep"
+    plan, removed = record.plan, [handle.site for handle in record.survey.handles if record.plan.removes(handle.site)]
+    kept = {site.block for site in removed if plan.style_of(site).class_token == "keep"}
     merged, folded, constants = [*record.merged], [*record.folded_norms], [*record.folded_constants]
     for block in blocks:
         if block in ffns and block not in merged:
-            _merge_for_patches(model, ffns[block]) if is_kept else merge_ffn_(model, ffns[block])
+            _merge_for_patches(model, ffns[block]) if block in kept else merge_ffn_(model, ffns[block])
             merged.append(block)
-    for block in () if is_kept else folded_norms:
+    for block in (block for block in folded_norms if block not in kept):
         if block in merged and block not in folded and ffns[block].norm:
             _fold_norm(model, ffns[block])
             folded.append(block)
@@ -75,8 +76,8 @@ def merge_blocks_(
 
 def _linear_ffns(record: Record) -> dict[int, Ffn]:
     """Return by block the FFNs whose activation was removed so that two linear layers are left in a row, or one."""
-    is_linear = record.plan.style_of("activation").merge == "pair"
-    handles = [h for h in record.survey.handles if is_linear and record.plan.removes(h.site)]
+    removed = [handle for handle in record.survey.handles if record.plan.removes(handle.site)]
+    handles = [handle for handle in removed if record.plan.style_of(handle.site).merge == "pair"]
     return {handle.site.block: handle.ffn for handle in handles if handle.ffn}
 
 
@@ -119,7 +120,7 @@ def _fold_constant(model: nn.Module, handle: Handle, record: Record) -> bool:
     constant = model.get_submodule(parts_of(handle).core)
     names = _biases_now(handle, record)
     is_changed = not CHANGES.isdisjoint(parts_of(handle).tail)
-    if record.plan.style_of("attention").merge != "bias" or not names or is_changed:
+    if record.plan.style_of(handle.site).merge != "bias" or not names or is_changed:
         return False
     if not isinstance(constant, Constant):
         return False
@@ -149,9 +150,10 @@ def _biases_now(handle: Handle, record: Record) -> list[str]:
 
     Where class tokens keep their FFN there are two, one of them for patches.
     """
-    name, style = handle.bias, record.plan.style_of("activation")
+    name = handle.bias
     for other in record.survey.handles:
         if other.ffn and name == f"{other.ffn.second}.bias":
+            style = record.plan.style_of(other.site)
             is_merged, is_removed = other.site.block in record.merged, record.plan.removes(other.site)
             if style.class_token == "keep" and (is_merged or (is_removed and style.removes == "patches")):
                 return [name, f"{other.ffn.core}.patches.linear.bias"] if not other.ffn.scale else []

@@ -125,7 +125,7 @@ def record_for(model: nn.Module, plan: Plan, input_size: InputSize | None, is_te
     if len(record.plan) and before != now and not (is_temporary and record.plan.fitted):
         raise PlanError(
             f"this model was pruned with removal {record.plan.removal!r} and the plan says {plan.removal!r}; "
-            "use the same removal for all layers of a model"
+            "use the same removal for all layers of a model, and site_styles for those that differ"
         )
     return with_class_layout(model, record) if plan.class_token == "keep" else record
 

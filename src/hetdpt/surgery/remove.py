@@ -28,7 +28,7 @@ from hetdpt.core.gates import (
 )
 from hetdpt.core.modules import clone, put_, require_takes
 from hetdpt.core.plan import Fit, Plan, Removal, Site, with_class_token
-from hetdpt.core.styles import STYLES, ClassTokenChoice, Style, pair_with
+from hetdpt.core.styles import ClassTokenChoice, Style
 from hetdpt.surgery.arrange import arrange_, require_arrangeable
 from hetdpt.surgery.merge import merge_ffn_, neutralise_
 from hetdpt.surgery.record import (
@@ -85,7 +85,7 @@ def place_(model: nn.Module, plan: Plan, input_size: InputSize | None = None) ->
         require_tail(record, whole)
     removed = record.to_remove(plan)
     for handle in removed:
-        require_removable(handle, plan.style_of(handle.site.kind))
+        require_removable(handle, plan.style_of(handle.site))
     _refuse_folded_into(removed, plan, record)
     require_arrangeable(model, replace(record, plan=whole))
     both = [handle for handle in record.survey.handles if whole.removes(handle.site)]
@@ -93,10 +93,10 @@ def place_(model: nn.Module, plan: Plan, input_size: InputSize | None = None) ->
     if record_of(model) is None:
         keep_places_(model, record.survey)
     for handle in removed:
-        _remove(model, handle, plan.style_of(handle.site.kind), record.layout)
+        _remove(model, handle, plan.style_of(handle.site), record.layout)
     for block in {handle.site.block for handle in removed} & owners.keys():
         model.get_submodule(owners[block]).register_forward_hook(StreamGelu(), prepend=True)
-    single = tuple(h.site.block for h in removed if h.ffn and plan.style_of(h.site.kind).removes == "ffn")
+    single = tuple(h.site.block for h in removed if h.ffn and plan.style_of(h.site).removes == "ffn")
     vars(model)[RECORD] = replace(record, plan=whole, merged=record.merged + single)
     return arrange_(model)
 
@@ -105,10 +105,13 @@ def _united(plan: Plan, record: Record) -> Plan:
     """Return one plan for what was removed before and what ``plan`` removes."""
     attention = {*plan.attention, *record.plan.attention}
     fits = record.plan.fits or plan.fits
+    before = [handle.site for handle in record.survey.handles if record.plan.removes(handle.site)]
+    kept = [(site.kind, site.block, record.plan.style_of(site).name) for site in before]
     return replace(
         plan,
         attention=tuple(attention),
         activation=tuple({*plan.activation, *record.plan.activation}),
+        site_styles=(*plan.site_styles, *kept),
         tail=max(plan.tail, record.plan.tail),
         anatomy=record.survey.anatomy,
         fits=tuple(fit for fit in fits if fit.kind != "tail" or fit.block not in attention),
@@ -167,9 +170,8 @@ def without(model: nn.Module, site: Site, style: str | None = None) -> nn.Module
 
 def plan_without(model: nn.Module, site: Site, style: str | None = None) -> Plan:
     """Return the plan that removes one site of ``model`` (one that is ``ready``), as ``without`` does."""
-    plan = require_record(model).plan
-    is_own = style in (None, plan.style_of(site.kind).name)
-    return Plan(removal=plan.removal if is_own or style is None else pair_with(STYLES[style])).plus(site)
+    plan = Plan(removal=require_record(model).plan.removal)
+    return plan.plus(site) if style is None else plan.with_style(site, style)
 
 
 def removable(model: nn.Module, wanted: Iterable[Site] | None = None) -> list[Site]:
@@ -197,7 +199,7 @@ def fill_(model: nn.Module, site: Site, values: Values, fit: Fit) -> nn.Module:
     """Set the values of a replacement that ``place_`` made."""
     record = require_record(model)
     handle = record.handle_of(site)
-    if record.plan.style_of(site.kind).removes == "patches":
+    if record.plan.style_of(site).removes == "patches":
         patches = model.get_submodule(f"{parts_of(handle).core}.patches")
         assert isinstance(patches, PatchMap)
         patches.fill_(values, -1)
@@ -215,7 +217,7 @@ def _refuse_folded_into(handles: list[Handle], plan: Plan, record: Record) -> No
     """Refuse to remove an FFN into whose bias the replacement of an attention was folded."""
     full = {h.bias: h.site.block for h in record.survey.handles if h.site.block in record.folded_constants and h.bias}
     for handle in handles:
-        is_whole = plan.style_of(handle.site.kind).removes == "branch"
+        is_whole = plan.style_of(handle.site).removes == "branch"
         name = f"{handle.ffn.second}.bias" if handle.ffn and is_whole else None
         if name in full:
             raise PlanError(

@@ -50,7 +50,7 @@ def drop_paths(model: nn.Module, rate: float, found: Survey | None = None) -> It
 
 def _is_constant(handle: Handle, plan: Plan) -> bool:
     """Whether what is left of a branch does not depend on the image."""
-    return not replacement_class(plan.style_of(handle.site.kind)).uses_input
+    return not replacement_class(plan.style_of(handle.site)).uses_input
 
 
 class _DropPath:
