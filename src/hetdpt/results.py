@@ -87,6 +87,10 @@ class Price:
         ms = None if self.ms is None or other.ms is None else self.ms - other.ms
         return Price(self.macs - other.macs, self.params - other.params, ms)
 
+    def times(self, factor: float) -> Price:
+        """Return the cost of so many."""
+        return Price(self.macs * factor, self.params * factor, None if self.ms is None else self.ms * factor)
+
     @property
     def measures(self) -> Measures:
         """The cost as that of a dense model."""
@@ -306,6 +310,41 @@ def _kept(values: Any) -> KeptBlock | None:
 def _order(values: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     attention, activation = (tuple(map(int, blocks)) for blocks in values)
     return attention, activation
+
+
+@dataclass(frozen=True)
+class FrontierPoint:
+    """A plan of a frontier, and what it costs."""
+
+    plan: Plan
+    damage: float
+    """On images that fitted nothing: nats for a classifier, else the relative squared error of features."""
+    cost: float
+    """Milliseconds of a batch, by the times of single layers."""
+    moves: tuple[str, ...] = ()
+    """What was removed since the point before."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrontierResult:
+    """The least damage at every speed, from one search."""
+
+    dense_ms: float
+    """Milliseconds of a batch of the dense model."""
+    measured: str
+    """The device, dtype and batch of the timings."""
+    points: tuple[FrontierPoint, ...]
+    """From slow to fast."""
+    images: dict[str, int]
+    """To fit on and to ``judge`` damage."""
+
+    def speedup(self, point: FrontierPoint) -> float:
+        """Return how many times faster than the dense model a point is, by the times of single layers."""
+        return self.dense_ms / point.cost
+
+    def at(self, speedup: float) -> FrontierPoint | None:
+        """Return the first point that is at least so much faster; None if there is none."""
+        return next((point for point in self.points if self.speedup(point) >= speedup), None)
 
 
 @dataclass(frozen=True)

@@ -55,8 +55,38 @@ class Tail:
         return f"tail of {self.length}"
 
 
-Move = Site | Tail
-"""What a plan may have more than another: one more layer removed, or a longer tail."""
+@dataclass(frozen=True)
+class Features:
+    """The FFN of a block with this many hidden features, fewer than before.
+
+    >>> print(Features(3, 576))
+    576 features in block 3
+    """
+
+    block: int
+    count: int
+
+    def __str__(self) -> str:
+        return f"{self.count} features in block {self.block}"
+
+
+@dataclass(frozen=True)
+class Styled:
+    """One removable layer, removed in a style of its own.
+
+    >>> print(Styled(Site("attention", 3, "blocks.3.attn"), "linear"))
+    attention 3 (linear)
+    """
+
+    site: Site
+    style: str
+
+    def __str__(self) -> str:
+        return f"{self.site} ({self.style})"
+
+
+Move = Site | Styled | Tail | Features
+"""What a plan may have more than another: one more layer removed, a longer tail, or fewer hidden features."""
 
 
 @dataclass(frozen=True)
@@ -161,6 +191,8 @@ class Plan:
     """
     site_styles: tuple[tuple[Kind, int, str], ...] = ()
     """(kind, block, style) of the layers that are removed in another style than ``removal`` says."""
+    features: tuple[tuple[int, int], ...] = ()
+    """(block, count) of the FFNs that keep only so many of their hidden features."""
 
     def __post_init__(self) -> None:
         for kind in KINDS:
@@ -170,6 +202,7 @@ class Plan:
             raise PlanError(f"tail of a plan is how many of the last blocks it has, such as 2, not {self.tail!r}")
         object.__setattr__(self, "tail", int(self.tail))
         object.__setattr__(self, "site_styles", self._settled_styles())
+        object.__setattr__(self, "features", self._settled_features())
 
     def _settled_styles(self) -> tuple[tuple[Kind, int, str], ...]:
         """Return ``site_styles`` sorted, without those that ``removal`` says anyway."""
@@ -182,6 +215,11 @@ class Plan:
                 )
         own = dict(zip(KINDS, self.styles, strict=True))
         return tuple(sorted((kind, block, style) for (kind, block), style in found.items() if style != own[kind]))
+
+    def _settled_features(self) -> tuple[tuple[int, int], ...]:
+        """Return ``features`` sorted, without FFNs that have none because their activation is removed."""
+        found = dict(_features(self.features))
+        return tuple(sorted((block, count) for block, count in found.items() if block not in self.activation))
 
     def __len__(self) -> int:
         return len(self.attention) + len(self.activation)
@@ -207,17 +245,27 @@ class Plan:
         return Budget(len(self.attention), len(self.activation))
 
     def plus(self, *moves: Move) -> Plan:
-        """Return the plan that has ``moves`` too: more layers removed, or a longer tail.
+        """Return the plan that has ``moves`` too: more layers removed, a longer tail, or fewer features.
 
-        >>> plan = Plan(attention=(3,)).plus(Site("attention", 1, "blocks.1.attn"), Tail(2))
-        >>> plan.attention, plan.tail
-        ((1, 3), 2)
+        >>> plan = Plan(attention=(3,)).plus(Site("attention", 1, "blocks.1.attn"), Tail(2), Features(0, 64))
+        >>> plan.attention, plan.tail, plan.features
+        ((1, 3), 2, ((0, 64),))
         """
-        sites = [move for move in moves if isinstance(move, Site)]
+        styled = {move.site: move.style for move in moves if isinstance(move, Styled)}
+        sites = [*(move for move in moves if isinstance(move, Site)), *styled]
         more = {kind: tuple(site.block for site in sites if site.kind == kind) for kind in KINDS}
         attention, activation = ((*getattr(self, kind), *more[kind]) for kind in KINDS)
         tail = max(self.tail, *(move.length for move in moves if isinstance(move, Tail)), 0)
-        return replace(self, attention=attention, activation=activation, tail=tail)
+        features = {**dict(self.features), **{move.block: move.count for move in moves if isinstance(move, Features)}}
+        styles = (*self.site_styles, *((site.kind, site.block, style) for site, style in styled.items()))
+        return replace(
+            self,
+            attention=attention,
+            activation=activation,
+            tail=tail,
+            site_styles=styles,
+            features=tuple(features.items()),
+        )
 
     def removes(self, site: Site) -> bool:
         """Whether this plan removes ``site``."""
@@ -237,14 +285,14 @@ class Plan:
 
     def with_style(self, site: Site, style: str) -> Plan:
         """Return the plan that also removes ``site``, in this style."""
-        kept = [row for row in self.site_styles if row[:2] != (site.kind, site.block)]
-        plan = self if self.removes(site) else self.plus(site)
-        return replace(plan, site_styles=(*kept, (site.kind, site.block, style)))
+        if not self.removes(site):
+            return self.plus(Styled(site, style))
+        return replace(self, site_styles=(*self.site_styles, (site.kind, site.block, style)))
 
     @property
     def is_empty(self) -> bool:
         """Whether it changes nothing."""
-        return not len(self) and not self.tail
+        return not len(self) and not self.tail and not self.features
 
     @property
     def fitted(self) -> tuple[str, ...]:
@@ -256,7 +304,7 @@ class Plan:
     @property
     def needs_images(self) -> bool:
         """Whether something of it is fitted on images."""
-        return bool(self.fitted) or self.tail > 1
+        return bool(self.fitted) or self.tail > 1 or bool(self.features)
 
     @property
     def is_any_fitted(self) -> bool:
@@ -275,6 +323,12 @@ class Plan:
                 f"the plan has a tail of {self.tail} blocks but this model has {anatomy.blocks} blocks; "
                 f"give a tail of at most {anatomy.blocks}"
             )
+        for block, _ in self.features:
+            if block >= anatomy.blocks:
+                raise PlanError(
+                    f"the plan has features of block {block} but this model has blocks 0-{anatomy.blocks - 1}; "
+                    "was it made for a deeper model?"
+                )
         for kind in KINDS:
             offered = getattr(anatomy, kind)
             for block in getattr(self, kind):
@@ -315,6 +369,7 @@ class Plan:
             removal=tuple(removal) if isinstance(removal, list) else removal,
             tail=values.get("tail", 0),
             site_styles=_site_styles(values.get("site_styles", ())),
+            features=_features(values.get("features", ())),
             anatomy=_anatomy(values.get("anatomy")),
             fits=_fits(values.get("fits", ())),
         )
@@ -394,6 +449,14 @@ def _is_site_style(row: Any) -> bool:
     if not isinstance(row, list | tuple) or len(row) != 3:
         return False
     return isinstance(row[0], str) and _is_block(row[1]) and isinstance(row[2], str)
+
+
+def _features(values: Any) -> tuple[tuple[int, int], ...]:
+    """Return rows of ``Plan.features`` as tuples; ``PlanError`` if they are something else."""
+    is_list = isinstance(values, list | tuple) and all(isinstance(row, list | tuple) for row in values)
+    if not is_list or not all(len(row) == 2 and all(map(_is_block, row)) and row[1] > 0 for row in values):
+        raise PlanError(f"features of a plan is a list of (block, count), not {reprlib.repr(values)}")
+    return tuple((int(block), int(count)) for block, count in values)
 
 
 def _fits(values: Any) -> tuple[Fit, ...]:

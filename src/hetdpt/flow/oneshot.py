@@ -135,7 +135,7 @@ def oneshot_into(
     """
     directory = Path(directory)
     require_new(directory, overwrite, RECIPE)
-    seen = {"calibration": _ImagesSeen.of(batches, model), "judge": _ImagesSeen.of(judge, model)}
+    seen = {"calibration": ImagesSeen.of(batches, model), "judge": ImagesSeen.of(judge, model)}
     run = Run.open(partial_of(directory), _asked(model, config, seen))
     with run.alone():
         removal = _OneShotRemoval(run, model, batches, judge, config, seen["calibration"].size, watch, progress)
@@ -186,7 +186,7 @@ def oneshot_recovered_into(
     directory, execution = Path(directory), execution or Execution()
     require_new(directory, overwrite, RECIPE)
     require_no_labels(data.name, recovery.distillation)
-    seen = {"calibration": _ImagesSeen.of(batches, model), "judge": _ImagesSeen.of(judge, model)}
+    seen = {"calibration": ImagesSeen.of(batches, model), "judge": ImagesSeen.of(judge, model)}
     run = Run.open(recovery_of(directory), {**_asked(model, config, seen), **data.facts(), **flat(asdict(recovery))})
     removed, trained = run.directory / "removed", run.directory / "trained"
     with run.alone():
@@ -333,7 +333,7 @@ class _OneShotRemoval:
 
 
 @dataclass(frozen=True)
-class _ImagesSeen:
+class ImagesSeen:
     """What identifies the images of some batches."""
 
     count: int
@@ -341,7 +341,7 @@ class _ImagesSeen:
     checksum: str
 
     @classmethod
-    def of(cls, batches: Iterable[Tensor], model: nn.Module) -> _ImagesSeen:
+    def of(cls, batches: Iterable[Tensor], model: nn.Module) -> ImagesSeen:
         require_more_than_once(batches, "once for each layer")
         found, count, shape = hashlib.sha256(), 0, torch.Size()
         for images in checked(batches, model, "a removal in one shot"):
@@ -353,7 +353,7 @@ class _ImagesSeen:
         return f"{self.count} with checksum {self.checksum[:8]}"
 
 
-def _asked(model: nn.Module, config: OneShotConfig, seen: dict[str, _ImagesSeen]) -> dict[str, Any]:
+def _asked(model: nn.Module, config: OneShotConfig, seen: dict[str, ImagesSeen]) -> dict[str, Any]:
     """Return all that decides the result, as plain JSON."""
     weight = next(model.parameters())
     return {

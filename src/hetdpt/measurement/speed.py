@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -73,6 +73,8 @@ class LatencyTable:
     breakdown: dict[str, Measurement]
     prices: Prices
     """The times that those of plans are composed of; MACs and parameters are not counted."""
+    variants: dict[Part, Measurement] = field(default_factory=dict)
+    """What each variant that was asked for saves."""
 
 
 def measure_throughput(
@@ -113,6 +115,7 @@ def latency_table(
     runs: int = 20,
     warmup: int = 3,
     removal: Removal = "plain",
+    variants: Mapping[Part, nn.Module] | None = None,
     progress: StepProgress | None = None,
 ) -> LatencyTable:
     """Return what removing each site saves on this device, in milliseconds per batch, one site at a time.
@@ -120,20 +123,22 @@ def latency_table(
     Every variant is the real pruned and merged block on the input it gets in the model, also where it computes only
     the tokens that the head reads. All variants of all blocks take turns, and a saving is the median difference within
     a round. Sites that ``removal`` cannot remove (gated FFNs under ``plain``) are left out. A pruned model keeps the
-    removal it was pruned with.
+    removal it was pruned with. ``variants`` are other copies of the model, by a name and the block in which they
+    differ from it.
     """
     images = _images(model, input_size, batch)
     known = ready(model, removal, input_size)
     whole = with_all_tokens(known)
     with evaluating(model):
-        blocks = _BlockTimes(whole, trimmed(whole), images)
+        blocks = _BlockTimes(whole, trimmed(whole), images, variants or {})
         calls: dict[Part, Callable[[], object]] = {DENSE: partial(whole, images), **blocks.calls()}
         times = _interleave(calls, images.device, Rounds(runs, warmup), progress)
         breakdown = _breakdown({"dense": model}, {"dense": _kinds(known)}, images, runs)["dense"]
     parts = blocks.saved(times)
     dense = _measurement("latency", 1e3 * times[DENSE], "ms", images)
     prices = _prices(dense, parts, whole)
-    return LatencyTable(dense, _savings(prices, parts, removable(whole)), breakdown, prices)
+    asked = {part: parts[part] for part in variants or {}}
+    return LatencyTable(dense, _savings(prices, parts, removable(whole)), breakdown, prices, asked)
 
 
 def latency_breakdown(
@@ -149,8 +154,8 @@ def latency_breakdown(
 class _BlockTimes:
     """The blocks of a model, each alone, with and without its layers and patches, and what these variants save."""
 
-    def __init__(self, whole: nn.Module, small: nn.Module, images: Tensor) -> None:
-        self.whole, self.small, self.images = whole, small, images
+    def __init__(self, whole: nn.Module, small: nn.Module, images: Tensor, variants: Mapping[Part, nn.Module]) -> None:
+        self.whole, self.small, self.images, self.variants = whole, small, images, variants
         self.able = {path: block for block, path in able_to_stop(small).items()}
         self.owners: dict[str, list[Site]] = {path: [] for path in self.able}
         """The sites that the model's removal style can remove, by the module that contains their branch."""
@@ -168,6 +173,8 @@ class _BlockTimes:
         for number, (owner, sites) in enumerate(self.owners.items()):
             models: dict[Part, nn.Module] = {(WHOLE, number): self.whole}
             models |= {(site.kind, site.block): merge_(without(self.whole, site)) for site in sites}
+            blocks = {site.block for site in sites}
+            models |= {part: model for part, model in self.variants.items() if part[1] in blocks}
             self.before |= dict.fromkeys(models, (WHOLE, number))
             if owner in self.able:
                 block = self.able[owner]

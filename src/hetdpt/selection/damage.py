@@ -122,7 +122,7 @@ def choose(
     least = cost(cheapest(cost, plan, [*left, *_tails(longest)]))
     _require_reachable(cost(nothing) - least, target, len(left))
     damage = chosen[-1].damage if chosen else 0.0
-    dense = _DenseOutputs(base, judge, memory)
+    dense = DenseOutputs(base, judge, memory)
     step = len(chosen)
     while cost(plan) > goal:
         gains = _gains(cost, plan, [*_useful(current, plan, left), *_tails(_length_after(current), longest)])
@@ -228,7 +228,7 @@ def damage_of_each(
     images, judge = _both(model, batches, judge, "to fit replacements and to judge them")
     current = trim_to_class_token_(ready_for(images.first, model, removal))
     variants = _variants(current, moves, images)
-    dense = _DenseOutputs(current, judge, MEMORY)
+    dense = DenseOutputs(current, judge, MEMORY)
     return dense.damages(current, variants, _part_of(progress, 0, 1), length_hint(images))
 
 
@@ -243,11 +243,11 @@ def _both(
     return peeked, peeked if judge is batches else judge
 
 
-class _DenseOutputs:
+class DenseOutputs:
     """The outputs of the dense model for some images, with which those of variants are compared."""
 
     @torch.no_grad()
-    def __init__(self, model: nn.Module, images: Iterable[Tensor], memory: int) -> None:
+    def __init__(self, model: nn.Module, images: Iterable[Tensor], memory: int = MEMORY) -> None:
         self.model, self.images, self.memory = model, images, memory
         dense = clone(model).eval()
         self.answers, self.marks = list[Tensor](), list[Tensor]()
@@ -258,7 +258,11 @@ class _DenseOutputs:
             raise ModelError("the model returns values that are not finite; check its weights, or use float32")
 
     def damages(
-        self, current: nn.Module, variants: Mapping[Move, nn.Module], tell: Callable[[float], None], fits: int
+        self,
+        current: nn.Module,
+        variants: Mapping[Move, nn.Module],
+        tell: Callable[[float], None] = lambda _: None,
+        fits: int = 0,
     ) -> dict[Move, float]:
         """Return the damage of each variant of ``current``; ``tell`` is called with the fraction of the step done.
 

@@ -59,6 +59,7 @@ def prune_(model: nn.Module, plan: Plan, input_size: InputSize | None = None) ->
     >>> [site.path for site in sites(model)]
     ['blocks.0.mlp.act', 'blocks.1.attn']
     """
+    refuse_features(plan)
     if plan.tail > 1:
         raise PlanError(
             f"a tail of {plan.tail} blocks is fitted on images, but none were given; pass --data, call "
@@ -70,6 +71,15 @@ def prune_(model: nn.Module, plan: Plan, input_size: InputSize | None = None) ->
             "hetdpt.calibrate_(model, plan, batches), or use removal 'plain'"
         )
     return place_(model, replace(plan, fits=()), input_size)
+
+
+def refuse_features(plan: Plan) -> None:
+    """Raise ``PlanError`` if hidden features are to be removed, which is not done here."""
+    for block, count in plan.features:
+        raise PlanError(
+            f"the plan leaves {count} hidden features in block {block}; pass --data, or call "
+            "hetdpt.apply_(model, plan, batches)"
+        )
 
 
 def place_(model: nn.Module, plan: Plan, input_size: InputSize | None = None) -> nn.Module:
@@ -113,6 +123,7 @@ def _united(plan: Plan, record: Record) -> Plan:
         activation=tuple({*plan.activation, *record.plan.activation}),
         site_styles=(*plan.site_styles, *kept),
         tail=max(plan.tail, record.plan.tail),
+        features=(*record.plan.features, *plan.features),
         anatomy=record.survey.anatomy,
         fits=tuple(fit for fit in fits if fit.kind != "tail" or fit.block not in attention),
     )

@@ -60,7 +60,7 @@ def measure_prices(
     if latency:
         move = partial(progress, "timing layers") if progress else None
         table = latency_table(base, record.survey.input_size, batch=batch, removal=removal, progress=move)
-        found = _joined(found, table.prices)
+        found = join_times(found, table.prices)
     given = replace(found, tail=record.plan.tail, is_trimmed=record.is_trimmed)
     is_whole = not (given.tail or given.is_trimmed)
     whole = None if is_whole else found.dense
@@ -120,7 +120,7 @@ def _price(model: nn.Module, path: str = "") -> Price:
     return Price(costs.macs, costs.params)
 
 
-def _joined(counted: Prices, timed: Prices) -> Prices:
+def join_times(counted: Prices, timed: Prices) -> Prices:
     """Return the same with times."""
 
     def join(one: Price | None, other: Price | None) -> Any:

@@ -1,0 +1,138 @@
+"""One search over all moves: what is the least damage at every speed? No labels, no training.
+
+In every round the moves that do the least damage for what they save are made, until a few percent of the dense model's
+cost are saved; then all is fitted and measured again. So one search gives a model for every speed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from math import inf
+
+import torch
+from torch import Tensor, nn
+
+from hetdpt.core.modules import Peeked, clone, require_more_than_once
+from hetdpt.core.plan import Features, Move, Plan, Removal, Styled, Tail
+from hetdpt.measurement.agreement import measure_damage
+from hetdpt.reduce.apply import apply_
+from hetdpt.results import FrontierPoint
+from hetdpt.selection.damage import PURPOSE, Cost, DenseOutputs
+from hetdpt.selection.moves import MOVES, kind_of, offered, variants
+from hetdpt.surgery.fit_tail import fit_tail_
+from hetdpt.surgery.record import require_record
+from hetdpt.surgery.remove import ready_for
+from hetdpt.surgery.tail import trim_to_class_token_
+
+SHARE = 0.03  # of the dense model's cost is saved in a round
+MEASURED = 14  # moves whose damage is measured again in a round, the most promising ones
+WORTH = 0.1  # of what the best saves, a move saves at least
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A move, what it would save and the damage it would add, as measured last."""
+
+    move: Move
+    gain: float
+    damage: float
+
+    @property
+    def ratio(self) -> float:
+        """Damage for what is saved."""
+        return self.damage / self.gain
+
+
+class FrontierSearch:
+    """Moves made so far on a copy of ``model``, and the damage that others would do."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        batches: Iterable[Tensor],
+        judge: Iterable[Tensor],
+        cost: Cost,
+        *,
+        removal: Removal = "calibrated",
+        kinds: Sequence[str] = tuple(MOVES),
+        share: float = SHARE,
+    ) -> None:
+        for images in (batches, judge):
+            require_more_than_once(images, "in every round")
+        self.images, self.judge, self.cost = Peeked(batches, model, PURPOSE), judge, cost
+        self.kinds, self.share = kinds, share
+        self.dense = trim_to_class_token_(ready_for(self.images.first, model, removal))
+        self.plan = Plan(removal=require_record(self.dense).plan.removal)
+        self.whole, self.damage = cost(self.plan), 0.0
+        self.current = clone(self.dense)
+        self.outputs = DenseOutputs(self.dense, judge)
+        self._known: dict[object, float] = {}
+        """The damage for what is saved of each kind of move in each block, as measured last."""
+
+    def resume(self, point: FrontierPoint) -> None:
+        """Continue from the last point of an earlier search."""
+        self.plan, self.damage = point.plan, point.damage
+        self.current = apply_(clone(self.dense), point.plan, self.images)
+
+    def rounds(self, least: float = 0.0) -> Iterator[FrontierPoint]:
+        """Yield a point after every round until a plan costs ``least``, or nothing is left to remove."""
+        while self.cost(self.plan) > least:
+            taken = self._best(self._tried())
+            if not taken:
+                return
+            self._take(taken)
+            yield FrontierPoint(self.plan, self.damage, self.cost(self.plan), tuple(map(str, taken)))
+
+    def _tried(self) -> list[Tried]:
+        """Return the most promising moves with the damage that each would add now."""
+        before = self.cost(self.plan)
+        gains = {m: before - self.cost(self.plan.plus(m)) for m in offered(self.current, self.dense, self.kinds)}
+        floor = WORTH * max(gains.values(), default=0.0)
+        gains = {move: gain for move, gain in gains.items() if gain > max(floor, 0.0)}
+        order = sorted(gains, key=lambda move: self._known.get(_key(move), -inf))
+        unknown = sum(_key(move) not in self._known for move in order)
+        chosen = order[: max(MEASURED, unknown)]
+        models = variants(self.current, chosen, self.images)
+        damages = self.outputs.damages(self.current, models)
+        found = [Tried(move, gains[move], max(damages[move] - self.damage, 0.0)) for move in chosen]
+        self._known |= {_key(one.move): one.ratio for one in found}
+        return found
+
+    def _best(self, tried: list[Tried]) -> list[Move]:
+        """Return the moves of this round: those with the least damage for what they save, one in a branch."""
+        taken, saved, branches = list[Move](), 0.0, set[object]()
+        for one in sorted(tried, key=lambda one: one.ratio):
+            if saved >= self.share * self.whole:
+                break
+            if _branch(one.move) not in branches:
+                taken.append(one.move)
+                branches.add(_branch(one.move))
+                saved += one.gain
+            if isinstance(one.move, Tail):  # it changes what all others save
+                break
+        return taken
+
+    @torch.no_grad()
+    def _take(self, taken: list[Move]) -> None:
+        """Make these moves, refit, and measure the damage of all that was made so far."""
+        more = Plan(removal=self.plan.removal).plus(*taken)
+        self.plan = self.plan.plus(*taken)
+        self.current = apply_(self.current, more, self.images)
+        if self.plan.tail > 1 and not more.tail:
+            fit_tail_(self.current, self.images)
+        self.damage = measure_damage(self.dense, self.current, self.judge)
+
+
+def _key(move: Move) -> object:
+    """Return what stays the same when a move is offered again, with one more block or fewer features."""
+    if isinstance(move, Styled):
+        return move
+    return move.block if isinstance(move, Features) else kind_of(move)
+
+
+def _branch(move: Move) -> object:
+    """Return the branch that a move changes."""
+    if isinstance(move, Styled):
+        return move.site.kind, move.site.block
+    return ("activation", move.block) if isinstance(move, Features) else move

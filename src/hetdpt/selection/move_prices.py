@@ -1,0 +1,111 @@
+"""What plans cost that are made of all kinds of moves: counted, and timed on this device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+
+from torch import nn
+
+from hetdpt.core.modules import clone
+from hetdpt.core.plan import Features, Plan, Removal, Styled
+from hetdpt.core.progress import StageProgress
+from hetdpt.measurement.costs import Costs
+from hetdpt.measurement.speed import Part, latency_table
+from hetdpt.reduce.width.features import cut_features_, feature_counts
+from hetdpt.results import Price, Prices
+from hetdpt.selection.moves import MOVES
+from hetdpt.selection.predictor.pricing import join_times, measure_prices
+from hetdpt.surgery.arrange import with_all_tokens
+from hetdpt.surgery.merge import merge_
+from hetdpt.surgery.record import InputSize, require_record
+from hetdpt.surgery.remove import ready, without
+
+
+@dataclass(frozen=True)
+class MovePrices:
+    """The costs of layers and tails, and beside them those of styles and of hidden features."""
+
+    layers: Prices
+    styles: tuple[tuple[str, int, str, Price], ...] = ()
+    """(kind, block, style, what it saves), for styles other than that of ``layers``."""
+    features: tuple[tuple[int, int, Price], ...] = ()
+    """(block, how many hidden features it has, what one of them costs)."""
+
+    @property
+    def dense(self) -> Price:
+        """Of the model as it is, not trimmed."""
+        return self.layers.dense
+
+    def of(self, plan: Plan) -> Price:
+        """Return the cost of the model that ``plan`` leaves."""
+        stop = self.layers.stop(plan) if self.layers.kept else len(self.layers.attention)
+        left = self.layers.of(replace(plan, features=(), site_styles=()))
+        known = {row[:3]: row[3] for row in self.styles}
+        for kind, block, style in plan.site_styles:
+            usual = getattr(self.layers, kind)[block]
+            if block < stop and usual is not None:
+                left = left - (known[kind, block, style] - usual)
+        sizes = {block: (count, price) for block, count, price in self.features}
+        for block, count in plan.features:
+            first, price = sizes[block]
+            saved = price.times(first - count)
+            left = left - (saved if block < stop else replace(saved, macs=0.0, ms=None if saved.ms is None else 0.0))
+        return left
+
+    def ms(self, plan: Plan | None = None) -> float:
+        """Return the milliseconds of a batch of the model that ``plan`` leaves; without one of the dense model."""
+        found = self.dense.ms if plan is None else self.of(plan).ms
+        assert found is not None, "times were measured"
+        return found
+
+
+def measure_move_prices(
+    model: nn.Module,
+    *,
+    removal: Removal = "calibrated",
+    input_size: InputSize | None = None,
+    batch: int | None = None,
+    progress: StageProgress | None = None,
+) -> MovePrices:
+    """Return the costs of ``model`` and of all its plans, timed on its device."""
+    base = ready(model, removal, input_size)
+    whole, size = with_all_tokens(base), require_record(base).survey.input_size
+    models = _variants(whole)
+    saved = {part: _price(whole, size) - _price(one, size) for part, one in models.items()}
+    tell = partial(progress, "timing layers") if progress else None
+    table = latency_table(base, size, batch=batch, removal=removal, variants=models, progress=tell)
+    layers = measure_prices(model, removal=removal, input_size=size, latency=False, progress=progress)
+    layers = join_times(layers, table.prices)
+    timed = {part: replace(price, ms=table.variants[part].value) for part, price in saved.items()}
+    counts = feature_counts(whole)
+    return MovePrices(
+        layers,
+        tuple((*_style(part), price) for part, price in timed.items() if part[0] != "features"),
+        tuple((block, counts[block], timed["features", block].times(1 / (counts[block] // 2))) for block in counts),
+    )
+
+
+def _style(part: Part) -> tuple[str, int, str]:
+    """Return kind, block and style of a part such as ("attention linear", 3)."""
+    kind, style = part[0].split(" ")
+    return kind, part[1], style
+
+
+def _variants(whole: nn.Module) -> Mapping[Part, nn.Module]:
+    """Return copies of a model with each style that is not its own, and with half of the features of each block."""
+    own, found = require_record(whole).plan, dict[Part, nn.Module]()
+    for move in (move for kind in ("attention", "activation") for move in MOVES[kind].offers(whole, whole)):
+        assert isinstance(move, Styled)
+        if own.style_of(move.site).name != move.style:
+            part = f"{move.site.kind} {move.style}", move.site.block
+            found[part] = merge_(without(whole, move.site, move.style))
+    for block, count in feature_counts(whole).items():
+        found["features", block] = cut_features_(clone(whole), Features(block, count - count // 2))
+    return found
+
+
+def _price(model: nn.Module, size: InputSize) -> Price:
+    costs = Costs.of(model, size)
+    return Price(costs.macs, costs.params)
