@@ -76,8 +76,16 @@ class TokenMethod:
 
 
 def rows(table: Tensor, numbers: Tensor) -> Tensor:
-    """Return the rows (B, m, D) of ``table`` (B, n, D) with these ``numbers`` (B, m)."""
-    return table.gather(1, numbers[..., None].expand(-1, -1, table.shape[-1]))
+    """Return the rows (B, m, D) of ``table`` (B, n, D) with these ``numbers`` (B, m).
+
+    ``index_select`` copies whole rows; on a CPU it takes a third of the time of ``gather``, which copies elements.
+    """
+    return table.flatten(0, 1).index_select(0, _flat(numbers, table.shape[1])).unflatten(0, numbers.shape)
+
+
+def _flat(numbers: Tensor, n: int) -> Tensor:
+    """Return the numbers (B * m) of rows of B tables, (B, m), in one table of all their n rows each."""
+    return (numbers + n * torch.arange(numbers.shape[0], device=numbers.device)[:, None]).flatten()
 
 
 def destinations(removed: Tensor, into: Tensor, n: int) -> Tensor:
@@ -90,17 +98,19 @@ def destinations(removed: Tensor, into: Tensor, n: int) -> Tensor:
 def merge(stream: TokenStream, removed: Tensor, into: Tensor) -> TokenStream:
     """Return the tokens after ``removed`` (B, r) are merged into ``into`` (B, r): means, weighted by size.
 
-    x' = sum s x / sum s and s' = sum s over the tokens that are merged, so that sum s x does not change.
+    x' = sum s x / sum s and s' = sum s over the tokens that are merged, so that sum s x does not change. It is computed
+    as x' = x + sum s_i / s' (x_i - x) over the removed tokens i, so that only 2 r tokens are read and the others copied.
     """
-    tokens, sizes = stream.tokens, stream.weights
-    ends = destinations(removed, into, tokens.shape[1])
-    left = tokens.shape[1] - removed.shape[1]
-    total = sizes.new_zeros(sizes.shape[0], left).scatter_add(1, ends, sizes)
-    weighted = tokens.to(sizes.dtype) * sizes[..., None]
-    sums = weighted.new_zeros(sizes.shape[0], left, tokens.shape[2])
-    sums = sums.scatter_add(1, ends[..., None].expand_as(weighted), weighted)
-    means = (sums / total[..., None]).to(tokens.dtype)
-    return replace(stream, tokens=means, sizes=total, places=stream.moved(ends))
+    tokens, sizes, n = stream.tokens, stream.weights, stream.tokens.shape[1]
+    ends = destinations(removed, into, n)
+    kept = torch.arange(n, device=removed.device).expand_as(ends).scatter(1, removed, n).sort(-1).values
+    kept, end = kept[:, : n - removed.shape[1]], ends.gather(1, into)  # (B, n - r), (B, r)
+    added = sizes.gather(1, removed)
+    total = sizes.gather(1, kept).scatter_add(1, end, added)
+    parts = (added / total.gather(1, end))[..., None] * (rows(tokens, removed) - rows(tokens, into))
+    flat = _flat(end, kept.shape[1])[:, None].expand(-1, tokens.shape[2])
+    means = rows(tokens, kept).flatten(0, 1).scatter_add(0, flat, parts.to(tokens.dtype).flatten(0, 1))
+    return replace(stream, tokens=means.unflatten(0, kept.shape), sizes=total, places=stream.moved(ends))
 
 
 # ToMe
