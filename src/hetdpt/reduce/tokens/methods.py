@@ -114,7 +114,7 @@ def merge(stream: TokenStream, removed: Tensor, into: Tensor) -> TokenStream:
     added = sizes.index_select(0, source)
     total = sizes.index_select(0, kept).index_add_(0, end, added)
     part = (added / total.index_select(0, end))[:, None]
-    moved = part * (tokens.index_select(0, source) - tokens.index_select(0, target))
+    moved = part * (tokens.index_select(0, source).to(part.dtype) - tokens.index_select(0, target))
     means = tokens.index_select(0, kept).index_add_(0, end, moved.to(tokens.dtype))
     places = None if stream.places is None else stream.moved(destinations(removed, into, n))
     return replace(stream, tokens=means.view(batch, n - r, -1), sizes=total.view(batch, n - r), places=places)
@@ -226,7 +226,7 @@ def beside(grid: tuple[int, int]) -> Tensor:
 
 def _columns(table: Tensor, numbers: Tensor) -> Tensor:
     """Return the columns (B, m, k) of ``table`` (B, m, n) with these ``numbers`` (B, k)."""
-    return rows(table.mT, numbers).mT
+    return table.gather(2, numbers[:, None].expand(-1, table.shape[1], -1))
 
 
 def _ends(stream: TokenStream, seen: AttentionRecord, kept: Tensor, removed: Tensor, edges: Tensor) -> Tensor:
