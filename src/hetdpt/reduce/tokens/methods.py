@@ -81,8 +81,8 @@ def rows(table: Tensor, numbers: Tensor) -> Tensor:
 
     Whole rows are copied, which on a CPU takes a third of the time that ``gather`` takes for their elements.
     """
-    first = _first_rows(table)
-    return table.flatten(0, 1).index_select(0, (numbers + first).flatten()).unflatten(0, numbers.shape)
+    chosen = table.flatten(0, 1).index_select(0, (numbers + _first_rows(table)).flatten())
+    return chosen.view(*numbers.shape, table.shape[2])
 
 
 def _first_rows(table: Tensor) -> Tensor:
