@@ -31,6 +31,7 @@ from hetdpt.reduce.tokens.methods import (
     beside,
     links,
     match,
+    merge,
     merge_alike,
     propagate,
     rank,
@@ -198,6 +199,30 @@ def test_merging_conserves_the_mean_and_the_number_of_patches() -> None:
         assert torch.equal(counts.double(), now.sizes)
     assert now.tokens.shape[1] == 17 - 11
     torch.testing.assert_close(now.put_back().sum(1), before.tokens.sum(1), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
+def test_merging_is_the_plain_formula(dtype: torch.dtype) -> None:
+    """Several tokens of an image merge into the same one; those that do not merge are copied bit for bit."""
+    removed, into = torch.tensor([[1, 7, 4], [3, 6, 9]]), torch.tensor([[2, 2, 5], [2, 8, 2]])
+    sizes = torch.randint(1, 5, (2, 11), generator=torch.Generator().manual_seed(0)).double()
+    tokens, places = random(2, 11, 6).to(dtype), torch.arange(11).expand(2, -1)
+    after = merge(TokenStream(tokens, 1, (2, 5), sizes, places), removed, into)
+    assert after.sizes is not None
+    assert after.places is not None
+    for image in range(2):
+        pairs = dict(zip(removed[image].tolist(), into[image].tolist(), strict=True))
+        kept = [token for token in range(11) if token not in pairs]
+        for slot, token in enumerate(kept):
+            members = [token, *(source for source, target in pairs.items() if target == token)]
+            s, x = sizes[image, members], tokens[image, members].double()
+            mean = (s[:, None] * x).sum(0) / s.sum()
+            assert after.sizes[image, slot] == s.sum()
+            assert after.places[image, members].tolist() == [slot] * len(members)
+            if len(members) == 1:
+                assert torch.equal(after.tokens[image, slot], tokens[image, token])
+            eps = 4 * torch.finfo(dtype).eps  # each token that is added rounds once
+            torch.testing.assert_close(after.tokens[image, slot].double(), mean, rtol=eps, atol=eps)
 
 
 def test_gtp_by_hand() -> None:

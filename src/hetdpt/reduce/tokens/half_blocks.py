@@ -8,7 +8,6 @@ operator. The state of the tokens exists for one forward pass, in the thread tha
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -135,13 +134,14 @@ def _only_tokens(step: TokenStep, args: Any, kwargs: Any) -> tuple[Any, Any]:
         return args, kwargs
     if not torch.compiler.is_exporting():  # when transformers passes a mask that hides nothing
         raise _refused(step, "it takes other inputs than tokens, such as a mask")
-    return _with(args, kwargs, lambda tensor: tensor if tensor is tokens else None)
+    alone: tuple[Any, Any] = tree_map_only(Tensor, lambda tensor: tensor if tensor is tokens else None, (args, kwargs))
+    return alone
 
 
-def _with(args: Any, kwargs: Any, change: Callable[[Tensor], Tensor | None]) -> tuple[Any, Any]:
-    """Return the arguments of a block with every tensor among them changed."""
-    changed: tuple[Any, Any] = tree_map_only(Tensor, change, (args, kwargs))
-    return changed
+def _replaced(args: Any, kwargs: Any, tokens: Tensor) -> tuple[Any, Any]:
+    """Return the arguments of a block, the only tensor of which are its tokens, with other ``tokens``."""
+    given = (tokens if isinstance(value, Tensor) else value for value in args)
+    return (*given,), {name: tokens if isinstance(value, Tensor) else value for name, value in kwargs.items()}
 
 
 def _entering(step: TokenStep, before: TokenStream | None, tokens: Tensor) -> TokenStream:
@@ -172,7 +172,7 @@ def _reduced(
         return result, stream
     middle = replace(stream, tokens=_tensor(result))
     stream = step.method.reduce(middle, watch.seen, count, step.tokens)
-    args, kwargs = _with(args, kwargs, lambda _: stream.tokens)
+    args, kwargs = _replaced(args, kwargs, stream.tokens)
     return type(block).forward(with_modules(block, step.without_attention), *args, **kwargs), stream
 
 

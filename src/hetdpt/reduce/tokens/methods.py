@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -76,8 +77,18 @@ class TokenMethod:
 
 
 def rows(table: Tensor, numbers: Tensor) -> Tensor:
-    """Return the rows (B, m, D) of ``table`` (B, n, D) with these ``numbers`` (B, m)."""
-    return table.gather(1, numbers[..., None].expand(-1, -1, table.shape[-1]))
+    """Return the rows (B, m, D) of ``table`` (B, n, D) with these ``numbers`` (B, m).
+
+    Whole rows are copied, which on a CPU takes a third of the time that ``gather`` takes for their elements.
+    """
+    chosen = table.flatten(0, 1).index_select(0, (numbers + _first_rows(table)).flatten())
+    return chosen.view(*numbers.shape, table.shape[2])
+
+
+def _first_rows(table: Tensor) -> Tensor:
+    """Return the number (B, 1) of the first row of each of the tables (B, n, D) in one table of B * n rows."""
+    batch, n = table.shape[:2]
+    return torch.arange(0, batch * n, n, device=table.device)[:, None]
 
 
 def destinations(removed: Tensor, into: Tensor, n: int) -> Tensor:
@@ -90,17 +101,23 @@ def destinations(removed: Tensor, into: Tensor, n: int) -> Tensor:
 def merge(stream: TokenStream, removed: Tensor, into: Tensor) -> TokenStream:
     """Return the tokens after ``removed`` (B, r) are merged into ``into`` (B, r): means, weighted by size.
 
-    x' = sum s x / sum s and s' = sum s over the tokens that are merged, so that sum s x does not change.
+    x' = sum s x / sum s and s' = sum s over the tokens that are merged, so that sum s x does not change. It is computed
+    as x' = x + sum s_i / s' (x_i - x) over the removed tokens i, and all others are only copied. Small models spend as
+    much time on the number of operations as on their size, so the tokens of all images are one table here.
     """
-    tokens, sizes = stream.tokens, stream.weights
-    ends = destinations(removed, into, tokens.shape[1])
-    left = tokens.shape[1] - removed.shape[1]
-    total = sizes.new_zeros(sizes.shape[0], left).scatter_add(1, ends, sizes)
-    weighted = tokens.to(sizes.dtype) * sizes[..., None]
-    sums = weighted.new_zeros(sizes.shape[0], left, tokens.shape[2])
-    sums = sums.scatter_add(1, ends[..., None].expand_as(weighted), weighted)
-    means = (sums / total[..., None]).to(tokens.dtype)
-    return replace(stream, tokens=means, sizes=total, places=stream.moved(ends))
+    (batch, n), r, first = stream.tokens.shape[:2], removed.shape[1], _first_rows(stream.tokens)
+    tokens, sizes = stream.tokens.flatten(0, 1), stream.weights.flatten()
+    source, target = (removed + first).flatten(), (into + first).flatten()
+    numbers = torch.arange(batch * n, device=removed.device)
+    kept = numbers.index_fill(0, source, batch * n).sort().values[: batch * (n - r)]
+    end = numbers.scatter(0, kept, numbers[: batch * (n - r)]).index_select(0, target)  # its number among the kept
+    added = sizes.index_select(0, source)
+    total = sizes.index_select(0, kept).index_add_(0, end, added)
+    part = (added / total.index_select(0, end))[:, None]
+    moved = part * (tokens.index_select(0, source).to(part.dtype) - tokens.index_select(0, target))
+    means = tokens.index_select(0, kept).index_add_(0, end, moved.to(tokens.dtype))
+    places = None if stream.places is None else stream.moved(destinations(removed, into, n))
+    return replace(stream, tokens=means.view(batch, n - r, -1), sizes=total.view(batch, n - r), places=places)
 
 
 # ToMe
@@ -121,8 +138,8 @@ def merge_alike(stream: TokenStream, seen: AttentionRecord, count: int, tokens: 
 @torch.no_grad()
 def match(keys: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Return which tokens are merged into which ones, (B, count) each, by their ``keys`` (B, heads, n, d)."""
-    metric = F.normalize(keys.mean(1).float(), dim=-1)  # (B, n, d)
-    similar, partner = (metric[:, ::2] @ metric[:, 1::2].mT).max(-1)  # (B, half of n)
+    metric = F.normalize(reduce(torch.add, keys.float().unbind(1)), dim=-1)  # (B, n, d)
+    similar, partner = torch.bmm(metric[:, ::2], metric[:, 1::2].mT).max(-1)  # (B, half of n)
     removed = similar.topk(count, dim=-1).indices
     return 2 * removed, 2 * partner.gather(1, removed) + 1
 
@@ -209,7 +226,7 @@ def beside(grid: tuple[int, int]) -> Tensor:
 
 def _columns(table: Tensor, numbers: Tensor) -> Tensor:
     """Return the columns (B, m, k) of ``table`` (B, m, n) with these ``numbers`` (B, k)."""
-    return rows(table.mT, numbers).mT
+    return table.gather(2, numbers[:, None].expand(-1, table.shape[1], -1))
 
 
 def _ends(stream: TokenStream, seen: AttentionRecord, kept: Tensor, removed: Tensor, edges: Tensor) -> Tensor:
