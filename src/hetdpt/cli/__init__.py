@@ -60,6 +60,7 @@ app = Commands(
         },
         "Make a model faster without training": {
             "oneshot": oneshot.oneshot,
+            "frontier": frontier.frontier,
             "apply": models.apply,
             "width": width.width,
             "tokens": tokens.tokens,
