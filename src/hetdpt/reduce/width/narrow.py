@@ -1,6 +1,6 @@
 """Width pruning: fewer channels, hidden features, heads and head dimensions in a model, with or without all its layers.
 
-What is removed is decided by isomorphic ranking (Fang et al., 2024): within groups of the same structure. Nothing is
+What is removed is decided by ranking within groups of the same structure (isomorphic; Fang et al., 2024). Nothing is
 trained here.
 """
 
@@ -25,6 +25,7 @@ from hetdpt.core.plan import Plan
 from hetdpt.core.progress import StageProgress
 from hetdpt.measurement.costs import Costs
 from hetdpt.reduce.width.choice import Kept, Ratios, choose, cut_of, removed_ratios, rescale_
+from hetdpt.reduce.width.errors import score_by_error
 from hetdpt.reduce.width.refit import Inputs, refit_, watching
 from hetdpt.reduce.width.scores import (
     Importance,
@@ -54,7 +55,8 @@ class WidthConfig:
     """How width is pruned."""
 
     importance: Importance = "taylor"
-    """Score of what is removed: taylor (|weight * gradient|, summed over what is removed together), l2 or random."""
+    """Score of what is removed: obs (optimal brain surgeon: the error that is left after a refit; no labels), taylor
+    (the paper's: |weight * gradient|, summed over what is removed together), l2 or random."""
     round_to: int | None = None
     """Make sizes multiples of this; 8 for wide models by default. None: ``STEP`` where a target is searched for in a
     model with FFNs of ``WIDE`` hidden features, which makes as many MACs faster; else 1."""
@@ -197,9 +199,12 @@ class WidthSurvey:
         copy = with_all_tokens(copy)  # what is not computed later counts as well: it has the same weights
         require_narrowable(copy)
         inputs: Inputs = {}
+        is_obs = config.importance == "obs"
         with gradients(copy), evaluating(copy):
-            _look(copy, config, batches, _refitted(copy, ratios) if config.refits else [], inputs, progress)
+            _look(copy, config, batches, _reduced(copy, ratios) if config.refits or is_obs else [], inputs, progress)
             parts = score(copy, config.importance, config.seed)
+        if is_obs:
+            parts = score_by_error(copy, parts, inputs)
         return cls(parts, inputs, config, require_record(copy).survey.input_size)
 
     @property
@@ -220,7 +225,7 @@ class WidthSurvey:
         """Narrow ``model`` to ``kept``; if that is impossible the model is unchanged."""
         self.costs(model, kept)  # sizes that do not run are refused before anything is changed
         for layer, indices in self._behind(kept).items():
-            if layer in self.inputs:
+            if layer in self.inputs and self.config.refits:
                 refit_(_linear(model, layer), indices, self.inputs[layer])
         return rescale_(self.shrink_(model, kept), self.parts, kept)
 
@@ -278,7 +283,7 @@ def _linear(model: nn.Module, path: str) -> nn.Linear:
     return layer
 
 
-def _refitted(model: nn.Module, ratios: Ratios) -> list[str]:
+def _reduced(model: nn.Module, ratios: Ratios) -> list[str]:
     """Return the layers whose inputs, other than those from the stream, will be reduced."""
     behind = [ffn.second for ffn in ffns_of(model)] if ratios.hidden else []
     return behind + ([one.out for one in attentions_of(model)] if ratios.heads or ratios.head_dims else [])
@@ -288,15 +293,15 @@ def _look(
     model: nn.Module,
     config: WidthConfig,
     batches: Batches,
-    refitted: list[str],
+    watched: list[str],
     inputs: Inputs,
     progress: StageProgress | None,
 ) -> None:
-    """Run ``model`` on the images: sum gradients if importance needs them, and inputs of the ``refitted`` layers."""
+    """Run ``model`` on the images: sum gradients if importance needs them, and inputs of the ``watched`` layers."""
     is_taylor = config.importance == "taylor"
-    if not (is_taylor or refitted):
+    if not (is_taylor or watched):
         return
-    with watching(model, refitted, inputs), torch.set_grad_enabled(is_taylor):
+    with watching(model, watched, inputs), torch.set_grad_enabled(is_taylor):
         for done, (images, labels) in enumerate(_pairs(model, batches, is_taylor), 1):
             with memory_advice(f"{len(images)} images at once do not fit in memory; give smaller batches"):
                 answer = model(images)
