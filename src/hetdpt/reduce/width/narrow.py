@@ -25,7 +25,7 @@ from hetdpt.core.plan import Plan
 from hetdpt.core.progress import StageProgress
 from hetdpt.measurement.costs import Costs
 from hetdpt.reduce.width.choice import Kept, Ratios, choose, cut_of, removed_ratios, rescale_
-from hetdpt.reduce.width.errors import score_by_error
+from hetdpt.reduce.width.errors import StreamReads, score_by_error
 from hetdpt.reduce.width.refit import Inputs, refit_, watching
 from hetdpt.reduce.width.scores import (
     Importance,
@@ -54,7 +54,7 @@ STEP, WIDE = 8, 1024  # measured at equal MACs on a CPU: 1.06x of DeiT-S, 1.09x 
 class WidthConfig:
     """How width is pruned."""
 
-    importance: Importance = "taylor"
+    importance: Importance = "obs"
     """Score of what is removed: obs (optimal brain surgeon: the error that is left after a refit; no labels), taylor
     (the paper's: |weight * gradient|, summed over what is removed together), l2 or random."""
     round_to: int | None = None
@@ -110,8 +110,8 @@ def narrow_(
 ) -> nn.Module:
     """Remove the fraction ``ratios`` of the width of ``model`` with the lowest scores, and return the model.
 
-    ``batches`` are images and labels, for ``taylor`` and for the refit (which needs no labels). Without the refit, and
-    with the full embedding, the model computes what it did with the removed entries set to 0. FFNs without their
+    ``batches`` are images, for ``obs`` and the refit, and their labels for ``taylor``. Without the refit, and with
+    the full embedding, the model computes what it did with the removed entries set to 0. FFNs without their
     activation that are worth merging keep their hidden features. ``input_size`` (C, H, W) is read from the model if it
     is not given.
 
@@ -199,12 +199,17 @@ class WidthSurvey:
         copy = with_all_tokens(copy)  # what is not computed later counts as well: it has the same weights
         require_narrowable(copy)
         inputs: Inputs = {}
-        is_obs = config.importance == "obs"
+        needed = _reduced(copy, ratios) if config.refits or config.importance == "obs" else []
         with gradients(copy), evaluating(copy):
-            _look(copy, config, batches, _reduced(copy, ratios) if config.refits or is_obs else [], inputs, progress)
-            parts = score(copy, config.importance, config.seed)
-        if is_obs:
-            parts = score_by_error(copy, parts, inputs)
+            if config.importance == "obs":
+                parts = score(copy, "obs")
+                reads = StreamReads(parts.stream if ratios.embedding else None)
+                with reads.watching(copy):
+                    _look(copy, config, batches, needed, inputs, progress)
+                parts = score_by_error(copy, parts, inputs, reads)
+            else:
+                _look(copy, config, batches, needed, inputs, progress)
+                parts = score(copy, config.importance, config.seed)
         return cls(parts, inputs, config, require_record(copy).survey.input_size)
 
     @property
@@ -224,7 +229,7 @@ class WidthSurvey:
     def apply_(self, model: nn.Module, kept: Kept) -> nn.Module:
         """Narrow ``model`` to ``kept``; if that is impossible the model is unchanged."""
         self.costs(model, kept)  # sizes that do not run are refused before anything is changed
-        for layer, indices in self._behind(kept).items():
+        for layer, indices in self.behind(kept).items():
             if layer in self.inputs and self.config.refits:
                 refit_(_linear(model, layer), indices, self.inputs[layer])
         return rescale_(self.shrink_(model, kept), self.parts, kept)
@@ -264,7 +269,7 @@ class WidthSurvey:
                 weight, bias = weight[rows], bias[rows]
         return (weight if kept.stream is None else weight[:, kept.stream.to(weight.device)]), bias
 
-    def _behind(self, kept: Kept) -> dict[str, Tensor]:
+    def behind(self, kept: Kept) -> dict[str, Tensor]:
         """Return the layers after removed features, and which of their inputs are kept."""
         hidden = {self.parts.hidden[number].ffn.second: indices for number, indices in kept.hidden.items()}
         return hidden | {self.parts.heads[n].attention.out: table.flatten() for n, table in kept.heads.items()}
@@ -299,10 +304,10 @@ def _look(
 ) -> None:
     """Run ``model`` on the images: sum gradients if importance needs them, and inputs of the ``watched`` layers."""
     is_taylor = config.importance == "taylor"
-    if not (is_taylor or watched):
+    if config.importance not in ("obs", "taylor") and not watched:
         return
     with watching(model, watched, inputs), torch.set_grad_enabled(is_taylor):
-        for done, (images, labels) in enumerate(_pairs(model, batches, is_taylor), 1):
+        for done, (images, labels) in enumerate(_pairs(model, batches, config.importance), 1):
             with memory_advice(f"{len(images)} images at once do not fit in memory; give smaller batches"):
                 answer = model(images)
                 if is_taylor:
@@ -311,7 +316,7 @@ def _look(
                 progress("measuring importance on images", done, length_hint(batches))
 
 
-def _pairs(model: nn.Module, batches: Batches, needs_labels: bool) -> Iterator[tuple[Tensor, Any]]:
+def _pairs(model: nn.Module, batches: Batches, importance: Importance) -> Iterator[tuple[Tensor, Any]]:
     """Yield images on the device and in the dtype of ``model``, and their labels."""
     labels: list[Any] = [None]
 
@@ -319,15 +324,17 @@ def _pairs(model: nn.Module, batches: Batches, needs_labels: bool) -> Iterator[t
         for batch in batches:
             is_pair = isinstance(batch, tuple | list) and len(batch) == 2
             labels[0] = batch[1] if is_pair else None
-            if needs_labels and labels[0] is None:
+            if importance == "taylor" and labels[0] is None:
                 raise DataError(
-                    "importance 'taylor' needs labels; give batches of (images, labels), or use importance 'l2'"
+                    "importance 'taylor' needs labels; give batches of (images, labels), or use importance 'obs'"
                 )
             yield batch[0] if is_pair else batch
 
     if length_hint(batches, -1) == 0:
-        needs = "importance 'taylor' needs images and labels" if needs_labels else "the refit needs images"
-        instead = "use importance 'l2'" if needs_labels else "leave it out (refits=False)"
+        needs, instead = {
+            "obs": ("importance 'obs' needs images", "use importance 'l2' with refits=False"),
+            "taylor": ("importance 'taylor' needs images and labels", "use importance 'l2' with refits=False"),
+        }.get(importance, ("the refit needs images", "leave it out (refits=False)"))
         raise DataError(f"{needs}, but got none; give batches, or {instead}")
     for checked_images in checked(images(), model, PURPOSE):
         yield checked_images, labels[0]

@@ -162,7 +162,7 @@ def gradients(model: nn.Module) -> Iterator[None]:
 def score(model: nn.Module, importance: Importance, seed: int = 0) -> Narrowable:
     """Return what can be made narrower in a model with a record, with scores; ``taylor`` reads its gradients.
 
-    For ``obs`` they are those of ``l2``, most of which ``reduce.width.errors`` replaces. Call it inside ``gradients``,
+    For ``obs`` they are those of ``l2``, which ``reduce.width.errors`` replaces. Call it inside ``gradients``,
     which building the graph needs as well.
     """
     record = require_record(model)
