@@ -42,6 +42,8 @@ from hetdpt.surgery.record import require_record, sites
 from hetdpt.surgery.remove import place_, prune_
 
 PLAIN = WidthConfig(importance="l2", refits=False)
+OBS = WidthConfig(importance="obs")
+TAYLOR = WidthConfig(importance="taylor")
 ALL = Ratios(embedding=0.25, hidden=0.5, heads=0.34, head_dims=0.25)
 BUT_EMBEDDING = replace(ALL, embedding=0.0)
 SIGLIP = ("vit_base_patch16_siglip_224", "hf SiglipVisionModel")
@@ -110,13 +112,16 @@ def lost(model: nn.Module, parts: Narrowable, kept: Kept) -> dict[tuple[str, int
     return gone
 
 
+@pytest.mark.parametrize("config", [PLAIN, OBS], ids=lambda config: config.importance)
 @pytest.mark.parametrize("family", FAMILIES, ids=by_label)
-def test_a_narrow_model_is_the_wide_one_with_pieces_set_to_zero(family: Family) -> None:
-    model, images = family.build().double(), family.images().double()
+def test_a_narrow_model_is_the_wide_one_with_pieces_set_to_zero(family: Family, config: WidthConfig) -> None:
+    model, images = family.build().double(), family.images(4).double()
     wide = deepcopy(model)
     dense = tensors(wide(images))
-    seen = WidthSurvey.of(model, PLAIN, (), BUT_EMBEDDING)
+    seen = WidthSurvey.of(model, config, [images], BUT_EMBEDDING)
     kept = seen.choose(BUT_EMBEDDING)
+    for layer, indices in seen.behind(kept).items() if config.refits else ():
+        refit_(wide.get_submodule(layer), indices, seen.inputs[layer])
     zero_(wide, lost(wide, seen.parts, kept))
     expected = tensors(wide(images))
     narrow = tensors(seen.apply_(model, kept)(images))
@@ -137,8 +142,11 @@ REPLACED: list[tuple[Family, Any]] = [
 ]
 
 
+@pytest.mark.parametrize("config", [PLAIN, OBS], ids=lambda config: config.importance)
 @pytest.mark.parametrize(("family", "removal"), [*((family, "plain") for family in SAVED), *REPLACED], ids=spell)
-def test_a_pruned_model_is_narrowed_merged_saved_and_loaded(family: Family, removal: Any, tmp_path: Path) -> None:
+def test_a_pruned_model_is_narrowed_merged_saved_and_loaded(
+    family: Family, removal: Any, config: WidthConfig, tmp_path: Path
+) -> None:
     model, images = family.build(), family.images(4)
     plan = Plan((0,), (1,), removal=removal)
     if removal == "plain":
@@ -146,7 +154,7 @@ def test_a_pruned_model_is_narrowed_merged_saved_and_loaded(family: Family, remo
     else:
         calibrate_(model, plan, [images])
     before = Costs.of(merge_(deepcopy(model)), family.size)
-    narrow_(model, BUT_EMBEDDING if family.label in SIGLIP else ALL, PLAIN)
+    narrow_(model, BUT_EMBEDDING if family.label in SIGLIP else ALL, config, [images])
     answer = tensors(model(images))
     sum(one.sum() for one in answer).backward()
     merge_(model)
@@ -378,7 +386,7 @@ def test_scores_are_those_of_the_twin_in_the_other_library() -> None:
     images = torch.randn(2, 3, 32, 32, dtype=torch.float64)
     torch.testing.assert_close(logits_of(other(images)), one(images))
     for model in (one, other):
-        narrow_(model, ALL, WidthConfig(importance="taylor"), batches())
+        narrow_(model, ALL, TAYLOR, batches())
     assert sizes_of(one) == sizes_of(other)
     assert sizes_of(one).head_dims == (9, 9)
     torch.testing.assert_close(logits_of(other(images)), one(images), rtol=1e-7, atol=1e-9)
@@ -411,7 +419,7 @@ def test_taylor_keeps_what_the_answer_depends_on(model: nn.Module) -> None:
         model.blocks[0].mlp.fc2.weight[:, 100:] = 0
         model.blocks[0].mlp.fc2.weight[:, :100] *= 0.01
     gone = Ratios(hidden=0.15)
-    taylor = narrow_(deepcopy(model), gone, WidthConfig(refits=False), batches())
+    taylor = narrow_(deepcopy(model), gone, replace(TAYLOR, refits=False), batches())
     magnitude = narrow_(deepcopy(model), gone, PLAIN)
     useful = model.blocks[0].mlp.fc1.weight[:100]
 
@@ -423,10 +431,37 @@ def test_taylor_keeps_what_the_answer_depends_on(model: nn.Module) -> None:
     assert left(taylor) >= 95
 
 
-def test_gradients_and_frozen_weights_are_left_as_they_were(model: nn.Module) -> None:
+def test_obs_removes_what_others_replace_and_needs_no_labels(model: nn.Module) -> None:
+    with torch.no_grad():
+        model.blocks[1].attn.proj.weight[:, 16:32] = 0  # head 1 reaches nothing
+        fc1, fc2 = model.blocks[0].mlp.fc1, model.blocks[0].mlp.fc2
+        fc1.weight[96:], fc1.bias[96:] = fc1.weight[:96], fc1.bias[:96]  # every feature twice, and large
+        fc2.weight.mul_(20)
+    images = [images for images, _ in batches(4, 8)]
+    seen = WidthSurvey.of(model, OBS, images, ALL)
+    scores = torch.cat([part.scores.mean(1) for part in seen.parts.heads])
+    assert scores.argmin() == 3 + 1
+    first = seen.parts.hidden[0].scores.argsort()[:96]
+    assert (first % 96).sort().values.tolist() == list(range(96))  # one of each pair
+    assert seen.parts.hidden[0].scores[first].max() < 1e-6
+
+
+def test_obs_keeps_the_channels_that_layers_read(model: nn.Module) -> None:
+    with torch.no_grad():  # channels 40 and up have large weights, but no layer reads them
+        for layer in (*(b.attn.qkv for b in model.blocks), *(b.mlp.fc1 for b in model.blocks), model.head):
+            layer.weight[:, 40:] = 0
+        for block in model.blocks:
+            block.mlp.fc2.weight[40:] *= 9
+    found = WidthSurvey.of(model, OBS, [images for images, _ in batches()], ALL).choose(Ratios(embedding=8 / 48))
+    assert found.stream is not None
+    assert found.stream.tolist() == list(range(40))
+
+
+@pytest.mark.parametrize("config", [OBS, TAYLOR], ids=lambda config: config.importance)
+def test_gradients_and_frozen_weights_are_left_as_they_were(model: nn.Module, config: WidthConfig) -> None:
     model.head.weight.requires_grad_(False)
     model.head.bias.grad = torch.ones(10)
-    narrow_to(model, ratio=0.25, batches=batches())
+    narrow_to(model, ratio=0.25, config=config, batches=batches())
     assert not model.head.weight.requires_grad
     assert torch.equal(model.head.bias.grad, torch.ones(10))
     assert all(p.grad is None for name, p in model.named_parameters() if name != "head.bias")
@@ -603,23 +638,24 @@ WRONG_SHARES: list[Any] = [(1, 1), (1, 1, 1, 2), (1, 1, -1, 1), ("1", 1, 1, 1), 
 def test_what_is_wrong_with_settings_or_images_is_said(model: nn.Module) -> None:
     for make, text in (
         (lambda: Ratios(heads=1.5), "heads to remove is a number from 0 to 1, not 1.5"),
-        (lambda: WidthConfig(importance="entropy"), "taylor, l2, random, not 'entropy'"),  # type: ignore[arg-type]
+        (lambda: WidthConfig(importance="entropy"), "obs, taylor, l2, random, not 'entropy'"),  # type: ignore[arg-type]
         (lambda: WidthConfig(round_to=0), "multiples of 1 or more"),
         *((partial(WidthConfig, shares=shares), "shares are four numbers from 0 to 1") for shares in WRONG_SHARES),
     ):
         with pytest.raises(PlanError, match=text):
             make()
     for config, given, text in (
-        (WidthConfig(), (), "use importance 'l2'"),
-        (WidthConfig(), [torch.randn(2, 3, 32, 32)], "needs labels; give batches .* or use importance 'l2'"),
+        (OBS, (), "importance 'obs' needs images, but got none; .*use importance 'l2'"),
+        (TAYLOR, (), "use importance 'l2'"),
+        (TAYLOR, [torch.randn(2, 3, 32, 32)], "needs labels; give batches .* or use importance 'obs'"),
         (replace(PLAIN, refits=True), [], "the refit needs images.*refits=False"),
-        (WidthConfig(), [(torch.randn(2, 3, 32, 32), torch.tensor([1, 10]))], "from 0 to 9 for each of 2 images"),
-        (WidthConfig(), [(torch.randn(2, 3, 32, 32), torch.tensor([1]))], "from 0 to 9 for each of 2 images"),
+        (TAYLOR, [(torch.randn(2, 3, 32, 32), torch.tensor([1, 10]))], "from 0 to 9 for each of 2 images"),
+        (TAYLOR, [(torch.randn(2, 3, 32, 32), torch.tensor([1]))], "from 0 to 9 for each of 2 images"),
     ):
         with pytest.raises(DataError, match=text):
             narrow_(model, ALL, config, given)
     with pytest.raises(HetDPTError, match="logits"):
-        narrow_(named("hf CLIPVisionModel").build(), BUT_EMBEDDING, WidthConfig(), batches())
+        narrow_(named("hf CLIPVisionModel").build(), BUT_EMBEDDING, TAYLOR, batches())
 
 
 def test_doctored_widths_are_refused(model: nn.Module) -> None:
@@ -758,7 +794,8 @@ def test_the_command_times_on_the_batch_asked_for(digits_model: Path, tmp_path: 
 
 def test_the_command_says_what_is_missing(digits_model: Path, tmp_path: Path) -> None:
     for options, text in (
-        (("--ratio", 0.5), "taylor needs labelled images; give --data, or use --importance l2"),
+        (("--ratio", 0.5), "obs needs images; give --data, or use --importance l2 --no-refit"),
+        (("--ratio", 0.5, "--importance", "taylor"), "taylor needs labelled images; give --data, or use"),
         (("--ratio", 0.5, "--importance", "l2"), "give --data, or leave it out with --no-refit"),
         (("--ratio", 0.5, "--shares", "1,1"), "expected 4 values with commas between, got '1,1'"),
         (("--importance", "l2", "--no-refit"), "exactly one of ratio, speedup, macs, params"),

@@ -40,7 +40,7 @@ class WidthOptions(ModelOptions, PlaceOptions, ReadingOptions, DeviceOptions, Ov
     ratio: float | None = None
     """Part of each size to remove, times its share."""
     data: str | None = None
-    """Images: with labels for taylor, as for hetdpt recover; else any folder."""
+    """Images: any folder; for taylor with labels, as for hetdpt recover."""
     images: int = option(least=1, default=512)
     """How many images to use."""
     importance: Any = option("WidthConfig.importance")
@@ -100,8 +100,9 @@ def width(options: WidthOptions) -> None:
 
 
 def _require_images(data: str | None, config: WidthConfig) -> None:
-    if data is None and config.importance == "taylor":
-        raise DataError("importance taylor needs labelled images; give --data, or use --importance l2")
+    if data is None and config.importance in (kinds := {"obs": "images", "taylor": "labelled images"}):
+        needs = f"importance {config.importance} needs {kinds[config.importance]}"
+        raise DataError(f"{needs}; give --data, or use --importance l2 --no-refit")
     if data is None and config.refits:
         raise DataError("the refit needs images; give --data, or leave it out with --no-refit")
 

@@ -25,11 +25,6 @@ class Removals(NamedTuple):
     errors: Tensor
     """(groups,): squared error of the output after each removal, the remaining inputs refitted."""
 
-    @property
-    def increases(self) -> Tensor:
-        """(groups,): what each removal adds to the error."""
-        return self.errors.diff(prepend=self.errors.new_zeros(1))
-
 
 @torch.no_grad()
 def order_removals(weight: Tensor, moments: Tensor, groups: Tensor, ridge: float = RIDGE) -> Removals:
@@ -44,7 +39,8 @@ def order_removals(weight: Tensor, moments: Tensor, groups: Tensor, ridge: float
     >>> order_removals(weight, moments, torch.arange(3)[:, None], ridge=0.0)
     Removals(order=tensor([0, 2, 1]), errors=tensor([ 1.,  5., 14.], dtype=torch.float64))
     """
-    state = _Removal(exact(weight), exact(moments), groups.to(weight.device), ridge)
+    moments = exact(moments)
+    state = _Removal(exact(weight), moments, groups.to(moments.device), ridge)
     steps = [state.remove() for _ in range(len(groups))]
     order, costs = zip(*steps, strict=True) if steps else ((), ())
     return Removals(torch.tensor(order, dtype=torch.long), torch.tensor(costs, dtype=torch.float64).cumsum(0))

@@ -355,7 +355,7 @@ class RunConfig(GoalFields):
                 raise PlanError(
                     "depths are numbers of layers to try before width is removed, but it is kept; add --plus"
                 )
-            if replace(self.width, seed=0) != WidthConfig():
+            if replace(self.width, seed=0, importance=WidthConfig().importance) != WidthConfig():  # recipes set both
                 raise PlanError("width says how width is removed (--round-to, ...), but it is kept; add --plus")
             return
         if len(given := [name for name in self.goals if name in BOUNDS]) != 1:
@@ -410,6 +410,7 @@ class RunConfig(GoalFields):
 def _settings_of(name: str) -> dict[str, Any]:
     row = recipe_called(name)
     parts = {"collection": asdict(row.collection), "search": asdict(row.search), "recovery": asdict(row.config)}
+    parts["width"] = {"importance": row.importance}
     return _by_name({**parts, "removal": row.removal, "candidates": row.candidates, "explores": row.explores})
 
 

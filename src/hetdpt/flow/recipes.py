@@ -53,6 +53,8 @@ class Recipe:
     """As in ``SelectConfig``; ``te`` as in the paper."""
     explores: bool = False
     """As in ``SelectConfig``; not so in the paper."""
+    importance: Literal["obs", "taylor"] = "taylor"
+    """As in ``WidthConfig``; ``taylor`` as in the paper."""
 
 
 def quick() -> Recipe:
@@ -88,6 +90,7 @@ def quick() -> Recipe:
         removal="calibrated",
         candidates="all",
         explores=True,
+        importance="obs",
     )
 
 

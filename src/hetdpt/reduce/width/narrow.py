@@ -1,6 +1,6 @@
 """Width pruning: fewer channels, hidden features, heads and head dimensions in a model, with or without all its layers.
 
-What is removed is decided by isomorphic ranking (Fang et al., 2024): within groups of the same structure. Nothing is
+What is removed is decided by ranking within groups of the same structure (isomorphic; Fang et al., 2024). Nothing is
 trained here.
 """
 
@@ -25,6 +25,7 @@ from hetdpt.core.plan import Plan
 from hetdpt.core.progress import StageProgress
 from hetdpt.measurement.costs import Costs
 from hetdpt.reduce.width.choice import Kept, Ratios, choose, cut_of, removed_ratios, rescale_
+from hetdpt.reduce.width.errors import StreamReads, score_by_error
 from hetdpt.reduce.width.refit import Inputs, refit_, watching
 from hetdpt.reduce.width.scores import (
     Importance,
@@ -53,8 +54,9 @@ STEP, WIDE = 8, 1024  # measured at equal MACs on a CPU: 1.06x of DeiT-S, 1.09x 
 class WidthConfig:
     """How width is pruned."""
 
-    importance: Importance = "taylor"
-    """Score of what is removed: taylor (|weight * gradient|, summed over what is removed together), l2 or random."""
+    importance: Importance = "obs"
+    """Score of what is removed: obs (optimal brain surgeon: the error that is left after a refit; no labels), taylor
+    (the paper's: |weight * gradient|, summed over what is removed together), l2 or random."""
     round_to: int | None = None
     """Make sizes multiples of this; 8 for wide models by default. None: ``STEP`` where a target is searched for in a
     model with FFNs of ``WIDE`` hidden features, which makes as many MACs faster; else 1."""
@@ -108,8 +110,8 @@ def narrow_(
 ) -> nn.Module:
     """Remove the fraction ``ratios`` of the width of ``model`` with the lowest scores, and return the model.
 
-    ``batches`` are images and labels, for ``taylor`` and for the refit (which needs no labels). Without the refit, and
-    with the full embedding, the model computes what it did with the removed entries set to 0. FFNs without their
+    ``batches`` are images, for ``obs`` and the refit, and their labels for ``taylor``. Without the refit, and with
+    the full embedding, the model computes what it did with the removed entries set to 0. FFNs without their
     activation that are worth merging keep their hidden features. ``input_size`` (C, H, W) is read from the model if it
     is not given.
 
@@ -197,9 +199,17 @@ class WidthSurvey:
         copy = with_all_tokens(copy)  # what is not computed later counts as well: it has the same weights
         require_narrowable(copy)
         inputs: Inputs = {}
+        needed = _reduced(copy, ratios) if config.refits or config.importance == "obs" else []
         with gradients(copy), evaluating(copy):
-            _look(copy, config, batches, _refitted(copy, ratios) if config.refits else [], inputs, progress)
-            parts = score(copy, config.importance, config.seed)
+            if config.importance == "obs":
+                parts = score(copy, "obs")
+                reads = StreamReads(parts.stream if ratios.embedding else None)
+                with reads.watching(copy):
+                    _look(copy, config, batches, needed, inputs, progress)
+                parts = score_by_error(copy, parts, inputs, reads)
+            else:
+                _look(copy, config, batches, needed, inputs, progress)
+                parts = score(copy, config.importance, config.seed)
         return cls(parts, inputs, config, require_record(copy).survey.input_size)
 
     @property
@@ -219,8 +229,8 @@ class WidthSurvey:
     def apply_(self, model: nn.Module, kept: Kept) -> nn.Module:
         """Narrow ``model`` to ``kept``; if that is impossible the model is unchanged."""
         self.costs(model, kept)  # sizes that do not run are refused before anything is changed
-        for layer, indices in self._behind(kept).items():
-            if layer in self.inputs:
+        for layer, indices in self.behind(kept).items():
+            if layer in self.inputs and self.config.refits:
                 refit_(_linear(model, layer), indices, self.inputs[layer])
         return rescale_(self.shrink_(model, kept), self.parts, kept)
 
@@ -259,7 +269,7 @@ class WidthSurvey:
                 weight, bias = weight[rows], bias[rows]
         return (weight if kept.stream is None else weight[:, kept.stream.to(weight.device)]), bias
 
-    def _behind(self, kept: Kept) -> dict[str, Tensor]:
+    def behind(self, kept: Kept) -> dict[str, Tensor]:
         """Return the layers after removed features, and which of their inputs are kept."""
         hidden = {self.parts.hidden[number].ffn.second: indices for number, indices in kept.hidden.items()}
         return hidden | {self.parts.heads[n].attention.out: table.flatten() for n, table in kept.heads.items()}
@@ -278,7 +288,7 @@ def _linear(model: nn.Module, path: str) -> nn.Linear:
     return layer
 
 
-def _refitted(model: nn.Module, ratios: Ratios) -> list[str]:
+def _reduced(model: nn.Module, ratios: Ratios) -> list[str]:
     """Return the layers whose inputs, other than those from the stream, will be reduced."""
     behind = [ffn.second for ffn in ffns_of(model)] if ratios.hidden else []
     return behind + ([one.out for one in attentions_of(model)] if ratios.heads or ratios.head_dims else [])
@@ -288,16 +298,16 @@ def _look(
     model: nn.Module,
     config: WidthConfig,
     batches: Batches,
-    refitted: list[str],
+    watched: list[str],
     inputs: Inputs,
     progress: StageProgress | None,
 ) -> None:
-    """Run ``model`` on the images: sum gradients if importance needs them, and inputs of the ``refitted`` layers."""
+    """Run ``model`` on the images: sum gradients if importance needs them, and inputs of the ``watched`` layers."""
     is_taylor = config.importance == "taylor"
-    if not (is_taylor or refitted):
+    if config.importance not in ("obs", "taylor") and not watched:
         return
-    with watching(model, refitted, inputs), torch.set_grad_enabled(is_taylor):
-        for done, (images, labels) in enumerate(_pairs(model, batches, is_taylor), 1):
+    with watching(model, watched, inputs), torch.set_grad_enabled(is_taylor):
+        for done, (images, labels) in enumerate(_pairs(model, batches, config.importance), 1):
             with memory_advice(f"{len(images)} images at once do not fit in memory; give smaller batches"):
                 answer = model(images)
                 if is_taylor:
@@ -306,7 +316,7 @@ def _look(
                 progress("measuring importance on images", done, length_hint(batches))
 
 
-def _pairs(model: nn.Module, batches: Batches, needs_labels: bool) -> Iterator[tuple[Tensor, Any]]:
+def _pairs(model: nn.Module, batches: Batches, importance: Importance) -> Iterator[tuple[Tensor, Any]]:
     """Yield images on the device and in the dtype of ``model``, and their labels."""
     labels: list[Any] = [None]
 
@@ -314,15 +324,17 @@ def _pairs(model: nn.Module, batches: Batches, needs_labels: bool) -> Iterator[t
         for batch in batches:
             is_pair = isinstance(batch, tuple | list) and len(batch) == 2
             labels[0] = batch[1] if is_pair else None
-            if needs_labels and labels[0] is None:
+            if importance == "taylor" and labels[0] is None:
                 raise DataError(
-                    "importance 'taylor' needs labels; give batches of (images, labels), or use importance 'l2'"
+                    "importance 'taylor' needs labels; give batches of (images, labels), or use importance 'obs'"
                 )
             yield batch[0] if is_pair else batch
 
     if length_hint(batches, -1) == 0:
-        needs = "importance 'taylor' needs images and labels" if needs_labels else "the refit needs images"
-        instead = "use importance 'l2'" if needs_labels else "leave it out (refits=False)"
+        needs, instead = {
+            "obs": ("importance 'obs' needs images", "use importance 'l2' with refits=False"),
+            "taylor": ("importance 'taylor' needs images and labels", "use importance 'l2' with refits=False"),
+        }.get(importance, ("the refit needs images", "leave it out (refits=False)"))
         raise DataError(f"{needs}, but got none; give batches, or {instead}")
     for checked_images in checked(images(), model, PURPOSE):
         yield checked_images, labels[0]

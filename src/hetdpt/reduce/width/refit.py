@@ -41,6 +41,20 @@ class InputMoments:
             rows = x[number::FOLDS].flatten(0, -2)  # (n, inputs)
             fold.add(rows, rows[:, :0], weight[number::FOLDS].flatten())
 
+    def moments(self, has_bias: bool) -> Moments:
+        """Return the moments over all images: centred if the layer has a bias, else about 0."""
+        return _centred(Moments.sum(self.folds), has_bias)
+
+
+def _centred(inputs: Moments, has_bias: bool) -> Moments:
+    """Return ``inputs`` or, without a bias, their moments about 0, so that a fit has no bias either."""
+    if has_bias:
+        return inputs
+    found = Moments(len(inputs.xx), 0)
+    found.weight, found.mean = inputs.weight, torch.zeros_like(inputs.mean)
+    found.xx = inputs.xx + inputs.weight * torch.outer(inputs.mean_x, inputs.mean_x)
+    return found
+
 
 Inputs = dict[str, InputMoments]
 """By the paths of the layers."""
@@ -75,10 +89,8 @@ def refit_(layer: nn.Linear, kept: Tensor, given: InputMoments) -> None:
     lost = is_lost.nonzero().flatten()
     if not len(lost):
         return
-    moments = [
-        _of_lost(fold, weight[:, lost], kept, lost, layer.bias is not None) for fold in given.folds if fold.weight
-    ]
-    fit = fit_linear(moments)
+    folds = [_centred(fold, layer.bias is not None) for fold in given.folds if fold.weight]
+    fit = fit_linear([_of_lost(fold, weight[:, lost], kept, lost) for fold in folds])
     weight[:, kept] += fit.weight
     layer.weight = nn.Parameter(weight.to(layer.weight), layer.weight.requires_grad)
     if layer.bias is not None:
@@ -86,12 +98,9 @@ def refit_(layer: nn.Linear, kept: Tensor, given: InputMoments) -> None:
         layer.bias = nn.Parameter(bias, layer.bias.requires_grad)
 
 
-def _of_lost(inputs: Moments, weight: Tensor, kept: Tensor, lost: Tensor, has_bias: bool) -> Moments:
-    """Return the moments of x_k and of W_r x_r; without a bias those about 0, so that the fit has no bias either."""
-    xx, mean = inputs.xx, inputs.mean_x
-    if not has_bias:
-        xx, mean = xx + inputs.weight * torch.outer(mean, mean), torch.zeros_like(mean)
-    found = Moments(len(kept), len(weight))
+def _of_lost(inputs: Moments, weight: Tensor, kept: Tensor, lost: Tensor) -> Moments:
+    """Return the moments of x_k and of W_r x_r."""
+    found, xx, mean = Moments(len(kept), len(weight)), inputs.xx, inputs.mean_x
     found.weight = inputs.weight
     found.mean = torch.cat([mean[kept], weight @ mean[lost]])
     found.xx = xx[kept][:, kept]

@@ -29,7 +29,7 @@ from hetdpt.reduce.width.shapes import STREAM_SIZES, Place
 from hetdpt.surgery.record import record_of, require_record
 from hetdpt.surgery.remove import place_
 
-Importance = Literal["taylor", "l2", "random"]
+Importance = Literal["obs", "taylor", "l2", "random"]
 LAYERS = (nn.Linear, nn.Conv2d, nn.LayerNorm, nn.Embedding, nn.MultiheadAttention)
 """Layers whose parameters the graph knows; all others are assumed to have their channels last."""
 
@@ -162,7 +162,8 @@ def gradients(model: nn.Module) -> Iterator[None]:
 def score(model: nn.Module, importance: Importance, seed: int = 0) -> Narrowable:
     """Return what can be made narrower in a model with a record, with scores; ``taylor`` reads its gradients.
 
-    Call it inside ``gradients``, which building the graph needs as well.
+    For ``obs`` they are those of ``l2``, which ``reduce.width.errors`` replaces. Call it inside ``gradients``,
+    which building the graph needs as well.
     """
     record = require_record(model)
     copy = unfuse_(clone(model)).eval()
@@ -239,9 +240,9 @@ def _scorer(model: nn.Module, importance: Importance, seed: int, has_norms: bool
     if importance == "taylor":
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-    methods = {"taylor": tp.importance.GroupTaylorImportance, "l2": tp.importance.GroupMagnitudeImportance}
+    method = tp.importance.GroupTaylorImportance if importance == "taylor" else tp.importance.GroupMagnitudeImportance
     layers = [nn.Linear, nn.Conv2d, nn.LayerNorm] if has_norms else [nn.Linear]
-    scorer = methods[importance](target_types=layers)
+    scorer = method(target_types=layers)
     return lambda group: scorer(group).double().cpu().nan_to_num()
 
 
