@@ -29,11 +29,13 @@ if TYPE_CHECKING:
     from hetdpt.flow.comparison.compare import CompareConfig, compare_into
     from hetdpt.flow.config import RunConfig
     from hetdpt.flow.execution import Execution
+    from hetdpt.flow.frontier import FrontierConfig, frontier_into
     from hetdpt.flow.oneshot import oneshot_into
     from hetdpt.flow.pipeline import run
     from hetdpt.measurement.accuracy import evaluate
     from hetdpt.measurement.costs import count_macs, count_params, plan_costs
     from hetdpt.measurement.speed import latency_table, measure_throughput
+    from hetdpt.reduce.apply import apply_
     from hetdpt.reduce.tokens.reduce import reduce_tokens_, restore_tokens_
     from hetdpt.reduce.width.choice import Ratios
     from hetdpt.reduce.width.narrow import WidthConfig, narrow_, narrow_to
@@ -73,9 +75,11 @@ _HOMES = {
     "hetdpt.flow.collection.collect": ("collect_into", "recheck_into"),
     "hetdpt.flow.execution": ("Execution",),
     "hetdpt.reduce.width.choice": ("Ratios",),
+    "hetdpt.reduce.apply": ("apply_",),
     "hetdpt.reduce.tokens.reduce": ("reduce_tokens_", "restore_tokens_"),
     "hetdpt.reduce.width.narrow": ("WidthConfig", "narrow_", "narrow_to"),
     "hetdpt.flow.config": ("RunConfig",),
+    "hetdpt.flow.frontier": ("FrontierConfig", "frontier_into"),
     "hetdpt.flow.oneshot": ("oneshot_into",),
     "hetdpt.data.augmentation": ("Augmentation",),
     "hetdpt.selection.entropy": ("transfer_entropy",),

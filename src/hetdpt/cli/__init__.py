@@ -15,6 +15,7 @@ import click
 from hetdpt.cli import (
     collect,
     explain,
+    frontier,
     models,
     observe,
     oneshot,

@@ -135,8 +135,8 @@ def apply(options: ApplyOptions) -> None:
     from hetdpt.export.saved import RECIPE, save
     from hetdpt.measurement.agreement import relative_difference
     from hetdpt.measurement.costs import Costs
+    from hetdpt.reduce.apply import apply_
     from hetdpt.store.atomic import require_new
-    from hetdpt.surgery.calibrate import remove_
     from hetdpt.surgery.merge import merge_
     from hetdpt.surgery.record import survey_of
     from hetdpt.surgery.remove import prune_
@@ -151,7 +151,7 @@ def apply(options: ApplyOptions) -> None:
         dense.to(device)
         batches = ImageBatches(open_images(data, root=options.data_root), preprocessing_of(dense), count=options.images)
         with options.live() as display:
-            pruned = remove_(clone(dense), plan, batches, progress=display.counter("calibrating")).cpu()
+            pruned = apply_(clone(dense), plan, batches, progress=display.counter("calibrating")).cpu()
         dense.cpu()
     else:
         pruned = prune_(clone(dense), plan)

@@ -20,8 +20,8 @@ IS_POSIX = hasattr(signal, "SIGALRM")  # Windows has neither alarms nor a signal
 AGAIN, GRACE = 0.01, 0.5  # seconds until a lost stop is tried again; that a signal may take to arrive
 
 RESUMABLE = {
-    "run", "demo", "collect", "oneshot", "observe", "compare", "select", "tokens", "transfer", "train", "recover",
-    "predict", "detect", "segment",
+    "run", "demo", "collect", "oneshot", "frontier", "observe", "compare", "select", "tokens", "transfer", "train",
+    "recover", "predict", "detect", "segment",
 }  # fmt: skip
 """Commands that can be resumed."""
 

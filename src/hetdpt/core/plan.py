@@ -56,10 +56,10 @@ class Tail:
 
 
 @dataclass(frozen=True)
-class Features:
+class FewerFeatures:
     """The FFN of a block with this many hidden features, fewer than before.
 
-    >>> print(Features(3, 576))
+    >>> print(FewerFeatures(3, 576))
     576 features in block 3
     """
 
@@ -85,7 +85,7 @@ class Styled:
         return f"{self.site} ({self.style})"
 
 
-Move = Site | Styled | Tail | Features
+Move = Site | Styled | Tail | FewerFeatures
 """What a plan may have more than another: one more layer removed, a longer tail, or fewer hidden features."""
 
 
@@ -247,7 +247,7 @@ class Plan:
     def plus(self, *moves: Move) -> Plan:
         """Return the plan that has ``moves`` too: more layers removed, a longer tail, or fewer features.
 
-        >>> plan = Plan(attention=(3,)).plus(Site("attention", 1, "blocks.1.attn"), Tail(2), Features(0, 64))
+        >>> plan = Plan(attention=(3,)).plus(Site("attention", 1, "blocks.1.attn"), Tail(2), FewerFeatures(0, 64))
         >>> plan.attention, plan.tail, plan.features
         ((1, 3), 2, ((0, 64),))
         """
@@ -256,7 +256,10 @@ class Plan:
         more = {kind: tuple(site.block for site in sites if site.kind == kind) for kind in KINDS}
         attention, activation = ((*getattr(self, kind), *more[kind]) for kind in KINDS)
         tail = max(self.tail, *(move.length for move in moves if isinstance(move, Tail)), 0)
-        features = {**dict(self.features), **{move.block: move.count for move in moves if isinstance(move, Features)}}
+        features = {
+            **dict(self.features),
+            **{move.block: move.count for move in moves if isinstance(move, FewerFeatures)},
+        }
         styles = (*self.site_styles, *((site.kind, site.block, style) for site, style in styled.items()))
         return replace(
             self,
@@ -323,12 +326,6 @@ class Plan:
                 f"the plan has a tail of {self.tail} blocks but this model has {anatomy.blocks} blocks; "
                 f"give a tail of at most {anatomy.blocks}"
             )
-        for block, _ in self.features:
-            if block >= anatomy.blocks:
-                raise PlanError(
-                    f"the plan has features of block {block} but this model has blocks 0-{anatomy.blocks - 1}; "
-                    "was it made for a deeper model?"
-                )
         for kind in KINDS:
             offered = getattr(anatomy, kind)
             for block in getattr(self, kind):

@@ -23,6 +23,7 @@ from hetdpt.data.streams import Stream
 from hetdpt.export.saved import load, save
 from hetdpt.flow.execution import Execution, fitting_images
 from hetdpt.measurement.accuracy import evaluate
+from hetdpt.reduce.apply import apply_
 from hetdpt.selection.goal import RemovalTarget
 from hetdpt.selection.importance import Picked
 from hetdpt.selection.select import SelectConfig, select
@@ -30,7 +31,6 @@ from hetdpt.store.atomic import write_text
 from hetdpt.store.config_diff import flat
 from hetdpt.store.metrics import EPOCH
 from hetdpt.store.run_directory import Run
-from hetdpt.surgery.calibrate import remove_
 from hetdpt.surgery.merge import merge_
 from hetdpt.surgery.remove import place_, prune_
 from hetdpt.surgery.tail import trim_if_possible_
@@ -174,7 +174,7 @@ def remove_layers_(model: nn.Module, plan: Plan, data: Data, images: int, seed: 
     """Remove the layers of ``plan`` from ``model`` and return it; replacements are fitted on training ``images``."""
     if not plan.needs_images:
         return prune_(model, plan)
-    return remove_(model, plan, fitting_images(model, data, images, seed, workers))
+    return apply_(model, plan, fitting_images(model, data, images, seed, workers))
 
 
 def asked_plan(plan: Plan, calibration: int) -> dict[str, Any]:

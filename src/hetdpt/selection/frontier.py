@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from hetdpt.core.modules import Peeked, clone, require_more_than_once
-from hetdpt.core.plan import Features, Move, Plan, Removal, Styled, Tail
+from hetdpt.core.plan import FewerFeatures, Move, Plan, Removal, Styled, Tail
 from hetdpt.measurement.agreement import measure_damage
 from hetdpt.reduce.apply import apply_
 from hetdpt.results import FrontierPoint
@@ -31,7 +31,7 @@ WORTH = 0.1  # of what the best saves, a move saves at least
 
 
 @dataclass(frozen=True)
-class Tried:
+class TriedMove:
     """A move, what it would save and the damage it would add, as measured last."""
 
     move: Move
@@ -84,7 +84,7 @@ class FrontierSearch:
             self._take(taken)
             yield FrontierPoint(self.plan, self.damage, self.cost(self.plan), tuple(map(str, taken)))
 
-    def _tried(self) -> list[Tried]:
+    def _tried(self) -> list[TriedMove]:
         """Return the most promising moves with the damage that each would add now."""
         before = self.cost(self.plan)
         gains = {m: before - self.cost(self.plan.plus(m)) for m in offered(self.current, self.dense, self.kinds)}
@@ -95,11 +95,11 @@ class FrontierSearch:
         chosen = order[: max(MEASURED, unknown)]
         models = variants(self.current, chosen, self.images)
         damages = self.outputs.damages(self.current, models)
-        found = [Tried(move, gains[move], max(damages[move] - self.damage, 0.0)) for move in chosen]
+        found = [TriedMove(move, gains[move], max(damages[move] - self.damage, 0.0)) for move in chosen]
         self._known |= {_key(one.move): one.ratio for one in found}
         return found
 
-    def _best(self, tried: list[Tried]) -> list[Move]:
+    def _best(self, tried: list[TriedMove]) -> list[Move]:
         """Return the moves of this round: those with the least damage for what they save, one in a branch."""
         taken, saved, branches = list[Move](), 0.0, set[object]()
         for one in sorted(tried, key=lambda one: one.ratio):
@@ -128,11 +128,11 @@ def _key(move: Move) -> object:
     """Return what stays the same when a move is offered again, with one more block or fewer features."""
     if isinstance(move, Styled):
         return move
-    return move.block if isinstance(move, Features) else kind_of(move)
+    return move.block if isinstance(move, FewerFeatures) else kind_of(move)
 
 
 def _branch(move: Move) -> object:
     """Return the branch that a move changes."""
     if isinstance(move, Styled):
         return move.site.kind, move.site.block
-    return ("activation", move.block) if isinstance(move, Features) else move
+    return ("activation", move.block) if isinstance(move, FewerFeatures) else move

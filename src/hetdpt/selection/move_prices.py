@@ -9,7 +9,7 @@ from functools import partial
 from torch import nn
 
 from hetdpt.core.modules import clone
-from hetdpt.core.plan import Features, Plan, Removal, Styled
+from hetdpt.core.plan import FewerFeatures, Plan, Removal, Styled
 from hetdpt.core.progress import StageProgress
 from hetdpt.measurement.costs import Costs
 from hetdpt.measurement.speed import Part, latency_table
@@ -102,7 +102,7 @@ def _variants(whole: nn.Module) -> Mapping[Part, nn.Module]:
             part = f"{move.site.kind} {move.style}", move.site.block
             found[part] = merge_(without(whole, move.site, move.style))
     for block, count in feature_counts(whole).items():
-        found["features", block] = cut_features_(clone(whole), Features(block, count - count // 2))
+        found["features", block] = cut_features_(clone(whole), FewerFeatures(block, count - count // 2))
     return found
 
 

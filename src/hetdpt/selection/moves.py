@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hetdpt.core.plan import Features, Kind, Move, Styled, Tail
+from hetdpt.core.plan import FewerFeatures, Kind, Move, Styled, Tail
 from hetdpt.core.styles import STYLES
 from hetdpt.reduce.width.features import feature_counts, with_fewer_features
 from hetdpt.surgery.arrange import kept_of
@@ -76,12 +76,12 @@ def _with_tails(model: nn.Module, moves: list[Tail], batches: Batches) -> dict[T
     return {move: with_tail(model, move.length, batches) for move in moves}
 
 
-def _features(model: nn.Module, dense: nn.Module) -> list[Features]:
+def _features(model: nn.Module, dense: nn.Module) -> list[FewerFeatures]:
     """Return a chunk less for each FFN whose patches are updated; at least one chunk stays."""
     first, stop = feature_counts(dense), _stop(model)
     chunks = {block: chunk_of(first[block]) for block in first}
     left = {block: count for block, count in feature_counts(model).items() if block < stop and count > chunks[block]}
-    return [Features(block, count - chunks[block]) for block, count in left.items()]
+    return [FewerFeatures(block, count - chunks[block]) for block, count in left.items()]
 
 
 def chunk_of(count: int) -> int:
@@ -127,12 +127,12 @@ MOVES: dict[str, MoveKind] = {
 def kind_of(move: Move) -> str:
     """Return the name of the row of ``MOVES`` that a move is of.
 
-    >>> kind_of(Tail(2)), kind_of(Features(3, 64))
+    >>> kind_of(Tail(2)), kind_of(FewerFeatures(3, 64))
     ('tail', 'features')
     """
     if isinstance(move, Styled):
         return move.site.kind
-    return "tail" if isinstance(move, Tail) else "features" if isinstance(move, Features) else move.kind
+    return "tail" if isinstance(move, Tail) else "features" if isinstance(move, FewerFeatures) else move.kind
 
 
 def offered(model: nn.Module, dense: nn.Module, kinds: Iterable[str]) -> list[Move]:

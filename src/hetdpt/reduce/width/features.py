@@ -14,9 +14,8 @@ from torch import Tensor, nn
 
 from hetdpt.adapters.ffn import Ffn
 from hetdpt.core.errors import PlanError
-from hetdpt.core.fold import Moments
 from hetdpt.core.modules import checked, clone, evaluating
-from hetdpt.core.plan import Features
+from hetdpt.core.plan import FewerFeatures
 from hetdpt.core.surgeon import order_removals
 from hetdpt.reduce.width.refit import InputMoments, Inputs, refit_, watching
 from hetdpt.reduce.width.shapes import WidthCut, cut_, mark_narrowed_
@@ -83,13 +82,13 @@ def narrow_features_(model: nn.Module, counts: Mapping[int, int], batches: Itera
             raise PlanError(f"the plan leaves {count} features in block {block}, but there are {there[block]}")
         if count < there[block]:
             [moments] = feature_moments(model, [block], batches).values()
-            leave_features_(model, Features(block, count), moments)
+            leave_features_(model, FewerFeatures(block, count), moments)
     return model
 
 
 def with_fewer_features(
-    model: nn.Module, moves: Iterable[Features], batches: Iterable[Tensor]
-) -> dict[Features, nn.Module]:
+    model: nn.Module, moves: Iterable[FewerFeatures], batches: Iterable[Tensor]
+) -> dict[FewerFeatures, nn.Module]:
     """Return a copy of ``model`` with each of ``moves``, fitted in one pass as if it were the only one."""
     moves = list(moves)
     moments = feature_moments(model, {move.block for move in moves}, batches) if moves else {}
@@ -97,7 +96,7 @@ def with_fewer_features(
 
 
 @torch.no_grad()
-def leave_features_(model: nn.Module, move: Features, given: InputMoments) -> nn.Module:
+def leave_features_(model: nn.Module, move: FewerFeatures, given: InputMoments) -> nn.Module:
     """Remove the features of a block that are missed least, refit the layer behind them, and return the model."""
     ffn = _ffns(model)[move.block]
     layer = _layer(model, ffn.second)
@@ -107,7 +106,7 @@ def leave_features_(model: nn.Module, move: Features, given: InputMoments) -> nn
     return cut_features_(model, move, kept)
 
 
-def cut_features_(model: nn.Module, move: Features, kept: Tensor | None = None) -> nn.Module:
+def cut_features_(model: nn.Module, move: FewerFeatures, kept: Tensor | None = None) -> nn.Module:
     """Keep the features ``kept`` of a block, or the first ones, and return the model; nothing is fitted."""
     ffn, kept = _ffns(model)[move.block], torch.arange(move.count) if kept is None else kept
     kept_at = {(f"{ffn.first}.weight", 0): kept, (f"{ffn.second}.weight", 1): kept}
@@ -122,8 +121,5 @@ def cut_features_(model: nn.Module, move: Features, kept: Tensor | None = None) 
 
 def _order(layer: nn.Linear, given: InputMoments) -> Tensor:
     """Return the inputs of ``layer`` in the order in which it can lose them."""
-    moments = Moments.sum([fold for fold in given.folds if fold.weight])
-    second = moments.xx / moments.weight
-    if layer.bias is None:
-        second = second + torch.outer(moments.mean_x, moments.mean_x)
-    return order_removals(layer.weight, second, torch.arange(layer.in_features)[:, None]).order
+    moments = given.moments(has_bias=layer.bias is not None)
+    return order_removals(layer.weight, moments.xx, torch.arange(layer.in_features)[:, None]).order
