@@ -12,6 +12,7 @@ from hetdpt.core.plan import Plan
 from hetdpt.core.progress import StepProgress
 from hetdpt.reduce.width.features import narrow_features_
 from hetdpt.surgery.calibrate import remove_
+from hetdpt.surgery.record import record_of
 
 
 def apply_(
@@ -24,6 +25,7 @@ def apply_(
     if not plan.features:
         return remove_(model, plan, batches, progress=progress)
     require_more_than_once(batches, "once for each part of the plan")
-    remove_(model, replace(plan, features=(), tail=0), batches, progress=progress)
+    if len(plan) or record_of(model) is None:
+        remove_(model, replace(plan, features=(), tail=0), batches, progress=progress)
     narrow_features_(model, dict(plan.features), batches)
     return remove_(model, Plan(removal=plan.removal, tail=plan.tail), batches) if plan.tail else model

@@ -27,7 +27,7 @@ from hetdpt.surgery.tail import trim_to_class_token_
 
 SHARE = 0.03  # of the dense model's cost is saved in a round
 MEASURED = 14  # moves whose damage is measured again in a round, the most promising ones
-WORTH = 0.1  # of what the best saves, a move saves at least
+WORTH = 1e-3  # of the dense model's cost, a move saves at least
 
 
 @dataclass(frozen=True)
@@ -88,8 +88,7 @@ class FrontierSearch:
         """Return the most promising moves with the damage that each would add now."""
         before = self.cost(self.plan)
         gains = {m: before - self.cost(self.plan.plus(m)) for m in offered(self.current, self.dense, self.kinds)}
-        floor = WORTH * max(gains.values(), default=0.0)
-        gains = {move: gain for move, gain in gains.items() if gain > max(floor, 0.0)}
+        gains = {move: gain for move, gain in gains.items() if gain > WORTH * self.whole}
         order = sorted(gains, key=lambda move: self._known.get(_key(move), -inf))
         unknown = sum(_key(move) not in self._known for move in order)
         chosen = order[: max(MEASURED, unknown)]
