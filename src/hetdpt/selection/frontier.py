@@ -28,6 +28,7 @@ from hetdpt.surgery.tail import trim_to_class_token_
 SHARE = 0.03  # of the dense model's cost is saved in a round
 MEASURED = 14  # moves whose damage is measured again in a round, the most promising ones
 WORTH = 1e-3  # of the dense model's cost, a move saves at least
+WORSE = 2.0  # times the damage per cost of the best move, others of the same round may have
 
 
 @dataclass(frozen=True)
@@ -101,8 +102,9 @@ class FrontierSearch:
     def _best(self, tried: list[TriedMove]) -> list[Move]:
         """Return the moves of this round: those with the least damage for what they save, one in a branch."""
         taken, saved, branches = list[Move](), 0.0, set[object]()
-        for one in sorted(tried, key=lambda one: one.ratio):
-            if saved >= self.share * self.whole:
+        order = sorted(tried, key=lambda one: one.ratio)
+        for one in order:
+            if saved >= self.share * self.whole or (taken and one.ratio > WORSE * order[0].ratio):
                 break
             if _branch(one.move) not in branches:
                 taken.append(one.move)

@@ -16,7 +16,7 @@ from hetdpt.measurement.speed import Part, latency_table
 from hetdpt.reduce.width.features import cut_features_, feature_counts
 from hetdpt.results import Price, Prices
 from hetdpt.selection.moves import MOVES
-from hetdpt.selection.predictor.pricing import join_times, measure_prices
+from hetdpt.selection.predictor.pricing import measure_prices
 from hetdpt.surgery.arrange import with_all_tokens
 from hetdpt.surgery.merge import merge_
 from hetdpt.surgery.record import InputSize, require_record
@@ -76,8 +76,7 @@ def measure_move_prices(
     saved = {part: _price(whole, size) - _price(one, size) for part, one in models.items()}
     tell = partial(progress, "timing layers") if progress else None
     table = latency_table(base, size, batch=batch, removal=removal, variants=models, progress=tell)
-    layers = measure_prices(model, removal=removal, input_size=size, latency=False, progress=progress)
-    layers = join_times(layers, table.prices)
+    layers = measure_prices(model, removal=removal, input_size=size, latency=table, progress=progress)
     timed = {part: replace(price, ms=table.variants[part].value) for part, price in saved.items()}
     counts = feature_counts(whole)
     return MovePrices(

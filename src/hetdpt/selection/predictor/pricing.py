@@ -13,7 +13,7 @@ from hetdpt.core.plan import KINDS, Plan, Removal
 from hetdpt.core.progress import StageProgress
 from hetdpt.measurement.costs import Costs, count_params
 from hetdpt.measurement.kept_blocks import able_to_stop, finished, stopped_at, trimmed, without_later
-from hetdpt.measurement.speed import latency_table
+from hetdpt.measurement.speed import LatencyTable, latency_table
 from hetdpt.results import KEPT_FIELDS, KeptBlock, Price, Prices
 from hetdpt.selection.predictor.allocate import Allocation, allocate
 from hetdpt.selection.predictor.polynomial import Row, fit_predictor
@@ -41,13 +41,14 @@ def measure_prices(
     removal: Removal = "plain",
     input_size: InputSize | None = None,
     batch: int | None = None,
-    latency: bool = True,
+    latency: bool | LatencyTable = True,
     trim: bool = True,
     progress: StageProgress | None = None,
 ) -> Prices:
-    """Return the costs of ``model`` and all that those of its plans are composed of; timed if ``latency``.
+    """Return the costs of ``model`` and all that those of its plans are composed of.
 
-    Models are priced merged and, unless ``trim`` is False, trimmed where that is possible.
+    They are timed if ``latency`` is True, or have the times of that table. Models are priced merged and, unless ``trim``
+    is False, trimmed where that is possible.
 
     >>> import timm
     >>> model = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=2, num_classes=10)
@@ -57,10 +58,11 @@ def measure_prices(
     """
     base = ready(model, removal, input_size)
     found, record = count_prices(base, progress), require_record(base)
-    if latency:
+    if latency is True:
         move = partial(progress, "timing layers") if progress else None
-        table = latency_table(base, record.survey.input_size, batch=batch, removal=removal, progress=move)
-        found = join_times(found, table.prices)
+        latency = latency_table(base, record.survey.input_size, batch=batch, removal=removal, progress=move)
+    if latency:
+        found = _joined(found, latency.prices)
     given = replace(found, tail=record.plan.tail, is_trimmed=record.is_trimmed)
     is_whole = not (given.tail or given.is_trimmed)
     whole = None if is_whole else found.dense
@@ -120,7 +122,7 @@ def _price(model: nn.Module, path: str = "") -> Price:
     return Price(costs.macs, costs.params)
 
 
-def join_times(counted: Prices, timed: Prices) -> Prices:
+def _joined(counted: Prices, timed: Prices) -> Prices:
     """Return the same with times."""
 
     def join(one: Price | None, other: Price | None) -> Any:
