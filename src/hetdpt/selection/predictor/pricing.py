@@ -47,8 +47,8 @@ def measure_prices(
 ) -> Prices:
     """Return the costs of ``model`` and all that those of its plans are composed of.
 
-    They are timed if ``latency`` is True, or have the times of that table. Models are priced merged and, unless ``trim``
-    is False, trimmed where that is possible.
+    They are timed if ``latency`` is True, or have the times of that table. Models are priced merged and, unless
+    ``trim`` is False, trimmed where that is possible.
 
     >>> import timm
     >>> model = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=2, num_classes=10)
