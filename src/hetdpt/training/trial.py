@@ -28,6 +28,7 @@ from hetdpt.training.trainer import Batches, Companion, Trainer
 
 PATIENCE = 2.0  # seconds after which a trial is long enough
 UPDATES = 5
+AT_LEAST = 3  # updates: the first warms up, and may take twice as long as the others
 BATCHES = 3
 
 
@@ -64,7 +65,8 @@ class Attempt:
             for _ in updates:
                 synchronize(device)
                 times.append(time.perf_counter())
-                if of_first(len(times) > UPDATES or times[-1] - times[0] > PATIENCE):
+                done, is_long = len(times) - 1, times[-1] - times[0] > PATIENCE
+                if of_first(done >= UPDATES or (done >= AT_LEAST and is_long)):
                     break
         return of_first(_median(times))
 
@@ -126,7 +128,7 @@ def evaluation_seconds(model: nn.Module, batches: EvaluationBatches) -> float:
             synchronize(weight.device)
             marks.append(time.perf_counter())
             each.append((marks[-1] - marks[-2]) / len(batch.images))
-            if marks[-1] - marks[0] > PATIENCE:
+            if len(each) > 1 and marks[-1] - marks[0] > PATIENCE:
                 break
     return statistics.median(each[1:] or each)  # the first one warms up
 
