@@ -17,7 +17,7 @@ def processor() -> str:
 
 def instructions() -> str:
     """Return the instruction sets of the CPU, if the system lists them; virtual CPUs share a name."""
-    return _cpu_info("flags") or _cpu_info("FewerFeatures")
+    return _cpu_info("flags") or _cpu_info("Features")
 
 
 def cores() -> int:

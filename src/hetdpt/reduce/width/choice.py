@@ -25,7 +25,7 @@ class Ratios:
     embedding: float = 0.0
     """Channels of the residual stream."""
     hidden: float = 0.0
-    """FewerFeatures between the two layers of an FFN, of all FFNs together."""
+    """Features between the two layers of an FFN, of all FFNs together."""
     heads: float = 0.0
     """Attention heads, of all blocks together."""
     head_dims: float = 0.0
