@@ -44,11 +44,13 @@ def frontier(options: FrontierOptions) -> None:
         found = frontier_into(options.out, network, batches, judge, config, watch=watch, progress=display.step)
     if options.as_json:
         return print_json(directory=str(options.out), **to_json(found))
-    _print(found, options)
+    _print(found, options, config.speedup)
     options.note_random_weights()
 
 
-def _print(found: FrontierResult, options: FrontierOptions) -> None:
+def _print(found: FrontierResult, options: FrontierOptions, wanted: float) -> None:
+    from hetdpt.flow.frontier import plan_file
+
     rows = table("the least damage at every speed", "speedup", "damage", "attention", "activation", "tail", "features")
     for point in found.points:
         plan = point.plan
@@ -57,6 +59,10 @@ def _print(found: FrontierResult, options: FrontierOptions) -> None:
         rows.add_row(times(found.speedup(point)), f"{point.damage:.4g}", *blocks, str(plan.tail or "-"), kept)
     print_(rows)
     click.echo(f"speedups by the times of single layers ({found.measured}); damage on {found.images['judge']} images")
-    if found.points:
-        last = f"{options.out}/plans/{found.speedup(found.points[-1]):.2f}x.json"
-        click.echo(f"to use a point: hetdpt apply {options.model} --plan {last} --data {options.data} --out fast")
+    click.echo("the damage is that of the model in the search; apply and recover fit the plan again, all at once")
+    if not found.points:
+        return click.echo("note: nothing can be removed from this model")
+    if found.speedup(found.points[-1]) < wanted:
+        click.echo(f"note: {times(wanted)} was not reached; nothing more can be removed")
+    plan = f"{options.out}/{plan_file(found, len(found.points) - 1)}"
+    click.echo(f"to use a point: hetdpt apply {options.model} --plan {plan} --data {options.data} --out fast")

@@ -12,16 +12,17 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hetdpt.adapters.identity import fingerprint
 from hetdpt.core.errors import PlanError
+from hetdpt.core.plan import Removal
 from hetdpt.core.progress import StageProgress
-from hetdpt.flow.oneshot import ImagesSeen
+from hetdpt.flow.oneshot import ImagesSeen, asked_of
 from hetdpt.results import FrontierPoint, FrontierResult, from_json, to_json
 from hetdpt.selection.frontier import FrontierSearch
 from hetdpt.selection.move_prices import MovePrices, measure_move_prices
 from hetdpt.selection.moves import MOVES
 from hetdpt.store.atomic import write_csv, write_text
 from hetdpt.store.run_directory import Run
+from hetdpt.surgery.record import InputSize
 from hetdpt.surgery.remove import settled_removal
 
 PLANS, TABLE = "plans", "frontier.csv"
@@ -62,13 +63,12 @@ def frontier_into(
     """
     config = config or FrontierConfig()
     seen = {"fit": ImagesSeen.of(batches, model), "judge": ImagesSeen.of(judge, model)}
-    asked = {"model": fingerprint(model), **{f"{name} images": str(one) for name, one in seen.items()}}
-    run = Run.open(directory, {**asked, "speedup": config.speedup, "moves": [*config.moves]})
+    run = Run.open(directory, {**asked_of(model, seen), "speedup": config.speedup, "moves": [*config.moves]})
     if run.summary is not None:
         return from_json(FrontierResult, run.summary, directory)
     with run.alone():
         removal = settled_removal(model, "calibrated", "auto", seen["fit"].size)
-        prices, found = _begin(run, model, removal, progress)
+        prices, found = _begin(run, model, removal, seen["fit"].size, progress)
         dense, counts = prices.ms(), {name: one.count for name, one in seen.items()}
         search = FrontierSearch(model, batches, judge, prices.ms, removal=removal, kinds=config.moves)
         for point in _points(run, search, prices, found, dense / config.speedup):
@@ -81,13 +81,13 @@ def frontier_into(
 
 
 def _begin(
-    run: Run, model: nn.Module, removal: Any, progress: StageProgress | None
+    run: Run, model: nn.Module, removal: Removal, size: InputSize, progress: StageProgress | None
 ) -> tuple[MovePrices, list[FrontierPoint]]:
     """Return the prices and the points so far: those of an interrupted run, or new prices and no points."""
     file = run.directory / "checkpoints"
     if (state := run.checkpoints.latest()) is not None:
         return from_json(MovePrices, state["prices"], file), from_json(list[FrontierPoint], state["points"], file)
-    return measure_move_prices(model, removal=removal, progress=progress), []
+    return measure_move_prices(model, removal=removal, input_size=size, progress=progress), []
 
 
 def _points(
@@ -102,13 +102,18 @@ def _points(
         yield point
 
 
+def plan_file(found: FrontierResult, number: int) -> str:
+    """Return the file in the run directory that has the plan of a point."""
+    return f"{PLANS}/{number + 1:02d}-{found.speedup(found.points[number]):.2f}x.json"
+
+
 def _write(directory: Path, found: FrontierResult) -> None:
     """Write the table, and the plan of each point to a file that ``--plan`` takes."""
     rows = list[dict[str, Any]]()
     (directory / PLANS).mkdir(exist_ok=True)
-    for point in found.points:
+    for number, point in enumerate(found.points):
         speedup, plan = found.speedup(point), point.plan
-        name = f"{PLANS}/{speedup:.2f}x.json"
+        name = plan_file(found, number)
         write_text(directory / name, f"{plan.to_json()}\n")
         left = " ".join(f"{block}:{count}" for block, count in plan.features)
         kinds = {kind: " ".join(map(str, getattr(plan, kind))) for kind in ("attention", "activation")}

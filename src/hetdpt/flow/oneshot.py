@@ -136,7 +136,7 @@ def oneshot_into(
     directory = Path(directory)
     require_new(directory, overwrite, RECIPE)
     seen = {"calibration": ImagesSeen.of(batches, model), "judge": ImagesSeen.of(judge, model)}
-    run = Run.open(partial_of(directory), _asked(model, config, seen))
+    run = Run.open(partial_of(directory), {**asked_of(model, seen), **asdict(config)})
     with run.alone():
         removal = _OneShotRemoval(run, model, batches, judge, config, seen["calibration"].size, watch, progress)
         for _ in range(ATTEMPTS):
@@ -187,7 +187,9 @@ def oneshot_recovered_into(
     require_new(directory, overwrite, RECIPE)
     require_no_labels(data.name, recovery.distillation)
     seen = {"calibration": ImagesSeen.of(batches, model), "judge": ImagesSeen.of(judge, model)}
-    run = Run.open(recovery_of(directory), {**_asked(model, config, seen), **data.facts(), **flat(asdict(recovery))})
+    run = Run.open(
+        recovery_of(directory), {**asked_of(model, seen), **asdict(config), **data.facts(), **flat(asdict(recovery))}
+    )
     removed, trained = run.directory / "removed", run.directory / "trained"
     with run.alone():
         if run.checkpoints.latest() is None:
@@ -353,13 +355,12 @@ class ImagesSeen:
         return f"{self.count} with checksum {self.checksum[:8]}"
 
 
-def _asked(model: nn.Module, config: OneShotConfig, seen: dict[str, ImagesSeen]) -> dict[str, Any]:
-    """Return all that decides the result, as plain JSON."""
+def asked_of(model: nn.Module, seen: dict[str, ImagesSeen]) -> dict[str, Any]:
+    """Return what decides a result beside settings, as plain JSON: the model, its device and the images."""
     weight = next(model.parameters())
     return {
         "model": digest(model),
         **{f"{name} images": str(images) for name, images in seen.items()},
         "device": str(weight.device),
         "dtype": str(weight.dtype).removeprefix("torch."),
-        **asdict(config),
     }

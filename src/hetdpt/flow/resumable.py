@@ -16,14 +16,13 @@ from torch import nn
 
 from hetdpt.adapters.identity import fingerprint
 from hetdpt.core.errors import FileError, HetDPTError
-from hetdpt.core.modules import clone
 from hetdpt.core.plan import Budget, Plan
 from hetdpt.data.sources import Data, open_data
 from hetdpt.data.streams import Stream
 from hetdpt.export.saved import load, save
 from hetdpt.flow.execution import Execution, fitting_images
 from hetdpt.measurement.accuracy import evaluate
-from hetdpt.reduce.apply import apply_
+from hetdpt.reduce.apply import apply_, require_applicable
 from hetdpt.selection.goal import RemovalTarget
 from hetdpt.selection.importance import Picked
 from hetdpt.selection.select import SelectConfig, select
@@ -32,7 +31,7 @@ from hetdpt.store.config_diff import flat
 from hetdpt.store.metrics import EPOCH
 from hetdpt.store.run_directory import Run
 from hetdpt.surgery.merge import merge_
-from hetdpt.surgery.remove import place_, prune_
+from hetdpt.surgery.remove import prune_
 from hetdpt.surgery.tail import trim_if_possible_
 from hetdpt.training.processes import Accelerator, start
 from hetdpt.training.recover import RecoverConfig, recover, training_data
@@ -72,7 +71,7 @@ def recover_into(
     opened = data if isinstance(data, Data) else open_data(data)
     processes = start(config.training.precision, execution.device)
     if plan is not None:
-        place_(clone(student), plan)  # a plan that does not fit raises before anything is written
+        require_applicable(student, plan)  # before anything is written
     with processes.main_process_first():
         asked = {
             "student": fingerprint(student),

@@ -9,7 +9,7 @@ from hetdpt.core.modules import clone
 from hetdpt.core.plan import Plan
 from hetdpt.surgery.merge import merge_
 from hetdpt.surgery.record import layout_of, require_record
-from hetdpt.surgery.remove import place_, removable
+from hetdpt.surgery.remove import place_, refuse_features, removable
 from hetdpt.surgery.tail import trim_if_possible_, untrim_
 
 
@@ -23,8 +23,9 @@ def trimmed(model: nn.Module) -> nn.Module:
 def finished(model: nn.Module, plan: Plan) -> nn.Module:
     """Return a copy of ``model`` (one that is ``ready``) without the layers of ``plan``, merged; trimmed if it was.
 
-    Replacements that have to be fitted have no values yet.
+    Replacements that have to be fitted have no values yet. A plan with fewer hidden features is refused.
     """
+    refuse_features(plan)
     try:
         return merge_(place_(clone(model), plan))
     except ModelError:  # without these layers it cannot be trimmed

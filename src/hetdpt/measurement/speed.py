@@ -123,8 +123,8 @@ def latency_table(
     Every variant is the real pruned and merged block on the input it gets in the model, also where it computes only
     the tokens that the head reads. All variants of all blocks take turns, and a saving is the median difference within
     a round. Sites that ``removal`` cannot remove (gated FFNs under ``plain``) are left out. A pruned model keeps the
-    removal it was pruned with. ``variants`` are other copies of the model, by a name and the block in which they
-    differ from it.
+    removal it was pruned with. ``variants`` are other copies of the model; a name begins with the kind of layer that
+    differs, in one block.
     """
     images = _images(model, input_size, batch)
     known = ready(model, removal, input_size)
@@ -137,7 +137,7 @@ def latency_table(
     parts = blocks.saved(times)
     dense = _measurement("latency", 1e3 * times[DENSE], "ms", images)
     prices = _prices(dense, parts, whole)
-    asked = {part: parts[part] for part in variants or {}}
+    asked = {part: parts[part] for part in variants or {} if part in parts}
     return LatencyTable(dense, _savings(prices, parts, removable(whole)), breakdown, prices, asked)
 
 
@@ -173,8 +173,8 @@ class _BlockTimes:
         for number, (owner, sites) in enumerate(self.owners.items()):
             models: dict[Part, nn.Module] = {(WHOLE, number): self.whole}
             models |= {(site.kind, site.block): merge_(without(self.whole, site)) for site in sites}
-            blocks = {site.block for site in sites}
-            models |= {part: model for part, model in self.variants.items() if part[1] in blocks}
+            layers = {(site.kind, site.block) for site in sites}
+            models |= {part: model for part, model in self.variants.items() if (_kind_of(part), part[1]) in layers}
             self.before |= dict.fromkeys(models, (WHOLE, number))
             if owner in self.able:
                 block = self.able[owner]
@@ -200,6 +200,11 @@ class _BlockTimes:
             if stop < self.able[owner]:  # it gets no patches
                 args, kwargs = tree_map(lambda value: _first(value, kept), (args, kwargs))
         return partial(model.get_submodule(owner), *args, **kwargs)
+
+
+def _kind_of(part: Part) -> str:
+    """Return the kind of layer that a variant changes, with which its name begins."""
+    return part[0].partition(" ")[0]
 
 
 def _first(value: Any, kept: int) -> Any:

@@ -7,12 +7,14 @@ from dataclasses import replace
 
 from torch import Tensor, nn
 
-from hetdpt.core.modules import require_more_than_once
+from hetdpt.core.modules import Peeked, clone, require_more_than_once
 from hetdpt.core.plan import Plan
 from hetdpt.core.progress import StepProgress
-from hetdpt.reduce.width.features import narrow_features_
+from hetdpt.reduce.width.features import PURPOSE, narrow_features_, require_features
 from hetdpt.surgery.calibrate import remove_
-from hetdpt.surgery.record import record_of
+from hetdpt.surgery.fit_tail import fit_tail_
+from hetdpt.surgery.record import InputSize, record_of
+from hetdpt.surgery.remove import place_
 
 
 def apply_(
@@ -20,12 +22,22 @@ def apply_(
 ) -> nn.Module:
     """Apply ``plan`` to ``model``, with all that has to be fitted fitted on ``batches``, and return the model.
 
-    Layers are replaced first, then hidden features are removed, then the tail is fitted to what is left.
+    Layers are replaced first, then hidden features are removed, then the tail is fitted to what is left. A plan
+    that does not fit raises before anything is changed.
     """
-    if not plan.features:
-        return remove_(model, plan, batches, progress=progress)
-    require_more_than_once(batches, "once for each part of the plan")
-    if len(plan) or record_of(model) is None:
-        remove_(model, replace(plan, features=(), tail=0), batches, progress=progress)
-    narrow_features_(model, dict(plan.features), batches)
-    return remove_(model, Plan(removal=plan.removal, tail=plan.tail), batches) if plan.tail else model
+    if plan.features:
+        require_more_than_once(batches, "once for each part of the plan")
+        require_applicable(model, plan, Peeked(batches, model, PURPOSE).size)
+    layers = replace(plan, features=())
+    if not layers.is_empty or record_of(model) is None:
+        remove_(model, layers, batches, progress=progress)
+    if plan.features:
+        narrow_features_(model, dict(plan.features), batches)
+        fit_tail_(model, batches)
+    return model
+
+
+def require_applicable(model: nn.Module, plan: Plan, input_size: InputSize | None = None) -> None:
+    """Raise ``PlanError`` if ``plan`` cannot be applied to ``model``, which is not changed."""
+    placed = place_(clone(model), replace(plan, features=(), fits=()), input_size)
+    require_features(placed, dict(plan.features))

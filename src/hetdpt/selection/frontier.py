@@ -1,14 +1,14 @@
 """One search over all moves: what is the least damage at every speed? No labels, no training.
 
-In every round the moves that do the least damage for what they save are made, until a few percent of the dense model's
-cost are saved; then all is fitted and measured again. So one search gives a model for every speed.
+In every round the moves that do the least damage for what they save are made and fitted, until a few percent of the
+dense model's cost are saved; then the damage of others is measured again. So one search gives a plan for every speed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from math import inf
+from math import inf, isfinite
 
 import torch
 from torch import Tensor, nn
@@ -64,7 +64,8 @@ class FrontierSearch:
         self.images, self.judge, self.cost = Peeked(batches, model, PURPOSE), judge, cost
         self.kinds, self.share = kinds, share
         self.dense = trim_to_class_token_(ready_for(self.images.first, model, removal))
-        self.plan = Plan(removal=require_record(self.dense).plan.removal)
+        record = require_record(self.dense)
+        self.plan = Plan(removal=record.plan.removal, anatomy=record.survey.anatomy)
         self.whole, self.damage = cost(self.plan), 0.0
         self.current = clone(self.dense)
         self.outputs = DenseOutputs(self.dense, judge)
@@ -72,9 +73,9 @@ class FrontierSearch:
         """The damage for what is saved of each kind of move in each block, as measured last."""
 
     def resume(self, point: FrontierPoint) -> None:
-        """Continue from the last point of an earlier search."""
-        self.plan, self.damage = point.plan, point.damage
-        self.current = apply_(clone(self.dense), point.plan, self.images)
+        """Continue from the last point of an earlier search, whose plan is fitted again."""
+        self.plan, self.current = point.plan, apply_(clone(self.dense), point.plan, self.images)
+        self.damage = measure_damage(self.dense, self.current, self.judge)
 
     def rounds(self, least: float = 0.0) -> Iterator[FrontierPoint]:
         """Yield a point after every round until a plan costs ``least``, or nothing is left to remove."""
@@ -95,7 +96,8 @@ class FrontierSearch:
         chosen = order[: max(MEASURED, unknown)]
         models = variants(self.current, chosen, self.images)
         damages = self.outputs.damages(self.current, models)
-        found = [TriedMove(move, gains[move], max(damages[move] - self.damage, 0.0)) for move in chosen]
+        finite = [move for move in chosen if isfinite(damages[move])]
+        found = [TriedMove(move, gains[move], max(damages[move] - self.damage, 0.0)) for move in finite]
         self._known |= {_key(one.move): one.ratio for one in found}
         return found
 

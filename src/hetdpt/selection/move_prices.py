@@ -22,6 +22,8 @@ from hetdpt.surgery.merge import merge_
 from hetdpt.surgery.record import InputSize, require_record
 from hetdpt.surgery.remove import ready, without
 
+FEATURES = "activation features"  # the name of the variant with half of the features
+
 
 @dataclass(frozen=True)
 class MovePrices:
@@ -35,7 +37,7 @@ class MovePrices:
 
     @property
     def dense(self) -> Price:
-        """Of the model as it is, not trimmed."""
+        """Of the model as it is."""
         return self.layers.dense
 
     def of(self, plan: Plan) -> Price:
@@ -44,14 +46,14 @@ class MovePrices:
         left = self.layers.of(replace(plan, features=(), site_styles=()))
         known = {row[:3]: row[3] for row in self.styles}
         for kind, block, style in plan.site_styles:
-            usual = getattr(self.layers, kind)[block]
-            if block < stop and usual is not None:
-                left = left - (known[kind, block, style] - usual)
+            saved, usual = known.get((kind, block, style)), getattr(self.layers, kind)[block]
+            if block < stop and saved is not None and usual is not None:
+                left = left - (saved - usual)
         sizes = {block: (count, price) for block, count, price in self.features}
         for block, count in plan.features:
-            first, price = sizes[block]
-            saved = price.times(first - count)
-            left = left - (saved if block < stop else replace(saved, macs=0.0, ms=None if saved.ms is None else 0.0))
+            first, price = sizes.get(block, (count, Price(0, 0, 0.0)))
+            fewer = price.times(first - count)
+            left = left - (fewer if block < stop else Price(0.0, fewer.params, 0.0))
         return left
 
     def ms(self, plan: Plan | None = None) -> float:
@@ -77,19 +79,16 @@ def measure_move_prices(
     tell = partial(progress, "timing layers") if progress else None
     table = latency_table(base, size, batch=batch, removal=removal, variants=models, progress=tell)
     layers = measure_prices(model, removal=removal, input_size=size, latency=table, progress=progress)
-    timed = {part: replace(price, ms=table.variants[part].value) for part, price in saved.items()}
+    timed = {part: replace(saved[part], ms=time.value) for part, time in table.variants.items()}
+    styles, features = list[tuple[str, int, str, Price]](), list[tuple[int, int, Price]]()
     counts = feature_counts(whole)
-    return MovePrices(
-        layers,
-        tuple((*_style(part), price) for part, price in timed.items() if part[0] != "features"),
-        tuple((block, counts[block], timed["features", block].times(1 / (counts[block] // 2))) for block in counts),
-    )
-
-
-def _style(part: Part) -> tuple[str, int, str]:
-    """Return kind, block and style of a part such as ("attention linear", 3)."""
-    kind, style = part[0].split(" ")
-    return kind, part[1], style
+    for (name, block), price in timed.items():
+        if name == FEATURES:
+            features.append((block, counts[block], price.times(1 / (counts[block] // 2))))
+        else:
+            kind, style = name.split(" ")
+            styles.append((kind, block, style, price))
+    return MovePrices(layers, tuple(styles), tuple(features))
 
 
 def _variants(whole: nn.Module) -> Mapping[Part, nn.Module]:
@@ -101,7 +100,7 @@ def _variants(whole: nn.Module) -> Mapping[Part, nn.Module]:
             part = f"{move.site.kind} {move.style}", move.site.block
             found[part] = merge_(without(whole, move.site, move.style))
     for block, count in feature_counts(whole).items():
-        found["features", block] = cut_features_(clone(whole), FewerFeatures(block, count - count // 2))
+        found[FEATURES, block] = cut_features_(clone(whole), FewerFeatures(block, count - count // 2))
     return found
 
 

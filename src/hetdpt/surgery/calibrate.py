@@ -171,7 +171,7 @@ def remove_(
     images = Peeked(batches, model, PURPOSE)
     trim_to_class_token_(model, images.size)
     try:
-        if plan.is_any_fitted or not len(plan):
+        if plan.is_any_fitted:
             return calibrate_(model, plan, images, progress=progress)
         return fit_tail_(place_(model, replace(plan, fits=()), images.size), images, progress=progress)
     finally:

@@ -77,8 +77,8 @@ def refuse_features(plan: Plan) -> None:
     """Raise ``PlanError`` if hidden features are to be removed, which is not done here."""
     for block, count in plan.features:
         raise PlanError(
-            f"the plan leaves {count} hidden features in block {block}; pass --data, or call "
-            "hetdpt.apply_(model, plan, batches)"
+            f"the plan leaves {count} hidden features in block {block}, which is fitted on images; apply the plan with "
+            "hetdpt apply --data, or hetdpt.apply_(model, plan, batches), and use that model"
         )
 
 

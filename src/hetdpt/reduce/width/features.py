@@ -71,19 +71,26 @@ def narrow_features_(model: nn.Module, counts: Mapping[int, int], batches: Itera
     >>> feature_counts(model), model.blocks[1].mlp.fc1
     ({0: 768, 1: 64}, Linear(in_features=192, out_features=64, bias=True))
     """
+    require_features(model, counts)
     there = feature_counts(model)
     for block, count in sorted(counts.items()):
-        if block not in there:
-            raise PlanError(
-                f"block {block} has no FFN that can lose hidden features; blocks that have one: "
-                f"{', '.join(map(str, there)) or 'none'}"
-            )
-        if count > there[block]:
-            raise PlanError(f"the plan leaves {count} features in block {block}, but there are {there[block]}")
         if count < there[block]:
             [moments] = feature_moments(model, [block], batches).values()
             leave_features_(model, FewerFeatures(block, count), moments)
     return model
+
+
+def require_features(model: nn.Module, counts: Mapping[int, int]) -> None:
+    """Raise ``PlanError`` unless the FFNs of these blocks have at least so many hidden features."""
+    there = feature_counts(model)
+    for block, count in counts.items():
+        if block not in there:
+            raise PlanError(
+                f"block {block} has no FFN whose hidden features can be removed; blocks that have one: "
+                f"{', '.join(map(str, there)) or 'none'}"
+            )
+        if count > there[block]:
+            raise PlanError(f"the plan leaves {count} features in block {block}, but there are {there[block]}")
 
 
 def with_fewer_features(
