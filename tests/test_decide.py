@@ -388,6 +388,8 @@ def test_the_best_is_kept_where_images_are_held_out() -> None:
 
 def test_a_training_that_helped_is_not_warned_of() -> None:
     assert not unhelpful(start=50.0, last=51.0, best_epoch=2, kept="best")
+    text = unhelpful(start=50.0, last=51.0, best_epoch=0, kept="best", divergence=(0.2, 0.25))
+    assert "50.00 % before, 51.00 % after it (KL to the teacher 0.2 and 0.25)" in text
     assert not unhelpful(start=50.0, last=49.0, best_epoch=2, kept="best")
     assert not unhelpful(start=50.0, last=50.0, best_epoch=0, kept="last")
     assert not unhelpful(start=50.0, last=49.0, best_epoch=0, kept="ema")

@@ -6,7 +6,7 @@ Each is a frozen dataclass of plain values. No torch here, and nothing is measur
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from math import inf, isfinite
 from pathlib import Path
@@ -639,8 +639,17 @@ class EpochResult:
     seconds: float | None = None
 
 
-def unhelpful(*, start: float | None, last: float | None, best_epoch: int, kept: str) -> str:
+def unhelpful(
+    *,
+    start: float | None,
+    last: float | None,
+    best_epoch: int,
+    kept: str,
+    divergence: Sequence[float] | None = None,
+) -> str:
     """Return a warning if the model of a training that is ``kept`` is no better than it was before; else an empty text.
+
+    ``divergence`` is that from the teacher before and after it, where epochs are compared by it.
 
     >>> unhelpful(start=59.9, last=51.3, best_epoch=0, kept="best")
     'training did not help: 59.90 % before, 51.30 % after it; the model from before training is kept'
@@ -648,6 +657,8 @@ def unhelpful(*, start: float | None, last: float | None, best_epoch: int, kept:
     if start is None or last is None:
         return ""
     numbers = f"{percent(start)} before, {percent(last)} after it"
+    if divergence is not None:
+        numbers += f" (KL to the teacher {divergence[0]:.3g} and {divergence[1]:.3g})"
     if kept == "best" and best_epoch == 0:
         return f"training did not help: {numbers}; the model from before training is kept"
     if kept == "last" and last < start:
@@ -676,6 +687,8 @@ class RecoverResult:
     """Peak learning rate, if it was found and not given."""
     notes: tuple[str, ...] = ()
     """What was found about it and the number of epochs beforehand, in words."""
+    divergence: tuple[float, float] | None = None
+    """From the teacher, before and after it, where the best epoch is chosen by that."""
 
     @property
     def is_held_out(self) -> bool:
@@ -691,7 +704,8 @@ class RecoverResult:
         >>> found.warning("last")
         'training made the model worse: 59.90 % before, 51.30 % after it; --keep best keeps the better one'
         """
-        return unhelpful(start=self.start, last=self.last, best_epoch=self.best_epoch, kept=kept)
+        numbers: Any = {name: getattr(self, name) for name in ("start", "last", "best_epoch", "divergence")}
+        return unhelpful(**numbers, kept=kept)
 
     def __str__(self) -> str:
         after = f"{percent(self.last)} after {counted(self.epochs[-1].number, 'epoch')}"

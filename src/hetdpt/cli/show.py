@@ -95,10 +95,10 @@ def print_breakdown(latency: LatencyTable) -> None:
 
 def epoch_line(epoch: Epoch, metric: str = "accuracy") -> str:
     """Return the results of an epoch as a line; ``metric`` is what its score is called."""
-    if not epoch.number:
-        return f"before training: {metric} {percent(epoch.last)}"
-    ema = f", ema {percent(epoch.ema)}" if epoch.ema is not None else ""
     apart = f", KL to the teacher {epoch.divergence:.4f}" if epoch.divergence is not None else ""
+    if not epoch.number:
+        return f"before training: {metric} {percent(epoch.last)}{apart}"
+    ema = f", ema {percent(epoch.ema)}" if epoch.ema is not None else ""
     return (
         f"epoch {epoch.number}/{epoch.epochs}: loss {epoch.loss:.4f}, last {percent(epoch.last)}{apart}, "
         f"best {percent(epoch.best)}{ema}, {epoch.images_per_second:.1f} images/s, {epoch.seconds:.0f} s"
@@ -123,7 +123,8 @@ def print_summary(directory: Path, metric: str, was_done: bool, as_json: bool) -
     if found := summary.get("validation"):
         interval = f"95 % interval {found['low']:.1f} to {found['high']:.1f}"
         click.echo(f"{metric} of {found['count']} validation images: best {percent(found['top1'])} ({interval})")
-    if text := unhelpful(**{name: summary[name] for name in ("start", "last", "best_epoch")}, kept="best"):
+    numbers = {name: summary.get(name) for name in ("start", "last", "best_epoch", "divergence")}
+    if text := unhelpful(**numbers, kept="best"):
         click.echo(f"warning: {text} as best", err=True)
     if "scores" in summary:
         click.echo(score_line(summary["scores"]))

@@ -268,6 +268,7 @@ def _summary(epochs: list[dict[str, Any]]) -> dict[str, Any]:
         "start": epochs[0]["last"],
         **{name: end[name] for name in ("last", "best", "ema")},
         "best_epoch": best,
+        "divergence": None if end.get("divergence") is None else [epochs[0]["divergence"], end["divergence"]],
         "lr_found": end.get("lr_found"),
         "notes": end.get("notes", []),
         "epochs": end["epochs"],
