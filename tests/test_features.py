@@ -116,6 +116,28 @@ def test_it_is_trained_like_any_student(images: Tensor) -> None:
     assert feature_counts(student)[0] == 64
 
 
+def test_layers_may_be_removed_in_a_style_that_needs_no_images(images: Tensor) -> None:
+    plan = Plan(attention=(0,), tail=2, features=((1, 64),))
+    pruned = apply_(tiny(depth=4), plan, [images, images])
+    found = require_record(pruned).plan
+    assert replace(found, fits=()) == replace(plan, anatomy=found.anatomy)
+    assert answers(pruned, images).isfinite().all()
+
+
+def test_a_plan_that_does_not_fit_changes_nothing(images: Tensor) -> None:
+    network = tiny()
+    before = answers(network, images)
+    with pytest.raises(PlanError, match="leaves 200 features in block 1, but there are 128"):
+        apply_(network, Plan(attention=(0,), features=((1, 200),)), [images, images])
+    assert torch.equal(answers(network, images), before)
+    assert len(hetdpt.sites(network)) == 6
+
+
+def test_costs_of_such_a_plan_are_those_of_the_model_that_was_saved(images: Tensor) -> None:
+    with pytest.raises(PlanError, match="which is fitted on images; apply the plan with hetdpt apply"):
+        hetdpt.plan_costs(tiny(), Plan(features=((1, 64),)))
+
+
 def test_what_cannot_be_done_is_said(images: Tensor) -> None:
     with pytest.raises(PlanError, match=r"leaves 64 hidden features in block 0, which is fitted on images"):
         hetdpt.prune_(tiny(), Plan(features=((0, 64),)))

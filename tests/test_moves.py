@@ -175,7 +175,7 @@ class TestFrontierInto:
         assert found.at(1.2) in found.points
         assert found.at(9.0) is None
         lines = (tmp_path / "run" / "frontier.csv").read_text().splitlines()
-        assert len(lines) == 1 + len(found.points)
+        assert len(lines) == 1 + len(found.points) == 1 + len([*(tmp_path / "run" / "plans").iterdir()])
         file = tmp_path / "run" / lines[-1].rpartition(",")[2]
         plan = Plan.from_json(file.read_text())
         assert replace(plan, fits=()) == replace(found.points[-1].plan, fits=())

@@ -64,5 +64,5 @@ def _print(found: FrontierResult, options: FrontierOptions, wanted: float) -> No
         return click.echo("note: nothing can be removed from this model")
     if found.speedup(found.points[-1]) < wanted:
         click.echo(f"note: {times(wanted)} was not reached; nothing more can be removed")
-    plan = f"{options.out}/{plan_file(found, len(found.points) - 1)}"
-    click.echo(f"to use a point: hetdpt apply {options.model} --plan {plan} --data {options.data} --out fast")
+    file = f"{options.out}/{plan_file(found, len(found.points) - 1)}"
+    click.echo(f"to use a point: hetdpt apply {options.model} --plan {file} --data {options.data} --out fast")

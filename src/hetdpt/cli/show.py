@@ -123,7 +123,7 @@ def print_summary(directory: Path, metric: str, was_done: bool, as_json: bool) -
     if found := summary.get("validation"):
         interval = f"95 % interval {found['low']:.1f} to {found['high']:.1f}"
         click.echo(f"{metric} of {found['count']} validation images: best {percent(found['top1'])} ({interval})")
-    numbers = {name: summary.get(name) for name in ("start", "last", "best_epoch", "divergence")}
+    numbers: dict[str, Any] = {name: summary.get(name) for name in ("start", "last", "best_epoch", "divergence")}
     if text := unhelpful(**numbers, kept="best"):
         click.echo(f"warning: {text} as best", err=True)
     if "scores" in summary:

@@ -85,8 +85,10 @@ class Styled:
         return f"{self.site} ({self.style})"
 
 
-Move = Site | Styled | Tail | FewerFeatures
-"""What a plan may have more than another: one more layer removed, a longer tail, or fewer hidden features."""
+Move = Site | Tail
+"""What a plan may have more than another: one more layer removed, or a longer tail."""
+FrontierMove = Styled | Tail | FewerFeatures
+"""The same for a frontier: one more layer removed in some style, a longer tail, or fewer hidden features."""
 
 
 @dataclass(frozen=True)
@@ -244,7 +246,7 @@ class Plan:
     def budget(self) -> Budget:
         return Budget(len(self.attention), len(self.activation))
 
-    def plus(self, *moves: Move) -> Plan:
+    def plus(self, *moves: Move | FrontierMove) -> Plan:
         """Return the plan that has ``moves`` too: more layers removed, a longer tail, or fewer features.
 
         >>> plan = Plan(attention=(3,)).plus(Site("attention", 1, "blocks.1.attn"), Tail(2), FewerFeatures(0, 64))

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil, inf, isfinite
 from operator import length_hint
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,8 @@ from hetdpt.surgery.tail import is_tail_possible, trim_to_class_token_
 PURPOSE = "choosing layers"
 PARTS = 100  # of a step, as progress counts them
 WORTH = 0.05  # of what the best saves, a move saves at least
+Made = TypeVar("Made")
+"""The move that a variant has made."""
 Cost = Callable[[Plan], float]
 """What a plan costs; less is better."""
 
@@ -260,17 +262,17 @@ class DenseOutputs:
     def damages(
         self,
         current: nn.Module,
-        variants: Mapping[Move, nn.Module],
+        variants: Mapping[Made, nn.Module],
         tell: Callable[[float], None] = lambda _: None,
         fits: int = 0,
-    ) -> dict[Move, float]:
+    ) -> dict[Made, float]:
         """Return the damage of each variant of ``current``; ``tell`` is called with the fraction of the step done.
 
         ``fits`` is how many forward passes of the step have been made before.
         """
         found = {site: Damage.to(self.model) for site in variants}
         done, in_all = fits, fits + len(self.answers) * (1 + len(variants))
-        scan: CachedVariants[Move] | None = None
+        scan: CachedVariants[Made] | None = None
         stream = checked(self.images, self.model, PURPOSE)
         for dense, mark, images in zip(self.answers, self.marks, stream, strict=True):
             _require_same(mark, images)

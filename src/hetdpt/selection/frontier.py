@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from hetdpt.core.modules import Peeked, clone, require_more_than_once
-from hetdpt.core.plan import FewerFeatures, Move, Plan, Removal, Styled, Tail
+from hetdpt.core.plan import FewerFeatures, FrontierMove, Plan, Removal, Styled, Tail
 from hetdpt.measurement.agreement import measure_damage
 from hetdpt.reduce.apply import apply_
 from hetdpt.results import FrontierPoint
@@ -35,7 +35,7 @@ WORSE = 2.0  # times the damage per cost of the best move, others of the same ro
 class TriedMove:
     """A move, what it would save and the damage it would add, as measured last."""
 
-    move: Move
+    move: FrontierMove
     gain: float
     damage: float
 
@@ -101,9 +101,9 @@ class FrontierSearch:
         self._known |= {_key(one.move): one.ratio for one in found}
         return found
 
-    def _best(self, tried: list[TriedMove]) -> list[Move]:
+    def _best(self, tried: list[TriedMove]) -> list[FrontierMove]:
         """Return the moves of this round: those with the least damage for what they save, one in a branch."""
-        taken, saved, branches = list[Move](), 0.0, set[object]()
+        taken, saved, branches = list[FrontierMove](), 0.0, set[object]()
         order = sorted(tried, key=lambda one: one.ratio)
         for one in order:
             if saved >= self.share * self.whole or (taken and one.ratio > WORSE * order[0].ratio):
@@ -117,7 +117,7 @@ class FrontierSearch:
         return taken
 
     @torch.no_grad()
-    def _take(self, taken: list[Move]) -> None:
+    def _take(self, taken: list[FrontierMove]) -> None:
         """Make these moves, refit, and measure the damage of all that was made so far."""
         more = Plan(removal=self.plan.removal).plus(*taken)
         self.plan = self.plan.plus(*taken)
@@ -127,14 +127,14 @@ class FrontierSearch:
         self.damage = measure_damage(self.dense, self.current, self.judge)
 
 
-def _key(move: Move) -> object:
+def _key(move: FrontierMove) -> object:
     """Return what stays the same when a move is offered again, with one more block or fewer features."""
     if isinstance(move, Styled):
         return move
     return move.block if isinstance(move, FewerFeatures) else kind_of(move)
 
 
-def _branch(move: Move) -> object:
+def _branch(move: FrontierMove) -> object:
     """Return the branch that a move changes."""
     if isinstance(move, Styled):
         return move.site.kind, move.site.block

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hetdpt.core.plan import FewerFeatures, Kind, Move, Styled, Tail
+from hetdpt.core.plan import FewerFeatures, FrontierMove, Kind, Styled, Tail
 from hetdpt.core.styles import STYLES
 from hetdpt.reduce.width.features import feature_counts, with_fewer_features
 from hetdpt.surgery.arrange import kept_of
@@ -124,7 +124,7 @@ MOVES: dict[str, MoveKind] = {
 }
 
 
-def kind_of(move: Move) -> str:
+def kind_of(move: FrontierMove) -> str:
     """Return the name of the row of ``MOVES`` that a move is of.
 
     >>> kind_of(Tail(2)), kind_of(FewerFeatures(3, 64))
@@ -132,21 +132,20 @@ def kind_of(move: Move) -> str:
     """
     if isinstance(move, Styled):
         return move.site.kind
-    return "tail" if isinstance(move, Tail) else "features" if isinstance(move, FewerFeatures) else move.kind
+    return "tail" if isinstance(move, Tail) else "features"
 
 
-def offered(model: nn.Module, dense: nn.Module, kinds: Iterable[str]) -> list[Move]:
+def offered(model: nn.Module, dense: nn.Module, kinds: Iterable[str]) -> list[FrontierMove]:
     """Return all moves of ``kinds`` that ``model`` can make next, which was made from ``dense``."""
     return [move for kind in kinds for move in MOVES[kind].offers(model, dense)]
 
 
-def variants(model: nn.Module, moves: Iterable[Move], batches: Batches) -> dict[Move, nn.Module]:
+def variants(model: nn.Module, moves: Iterable[FrontierMove], batches: Batches) -> dict[FrontierMove, nn.Module]:
     """Return a copy of ``model`` with each of ``moves``, each fitted as if it were the only one."""
-    by_kind: dict[str, list[Move]] = {}
+    by_kind: dict[str, list[FrontierMove]] = {}
     for move in moves:
         by_kind.setdefault(kind_of(move), []).append(move)
-    return {
-        move: model_
-        for kind, some in by_kind.items()
-        for move, model_ in MOVES[kind].variants(model, some, batches).items()
-    }
+    found: dict[FrontierMove, nn.Module] = {}
+    for kind, some in by_kind.items():
+        found |= MOVES[kind].variants(model, some, batches)
+    return found
