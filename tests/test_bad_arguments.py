@@ -27,6 +27,7 @@ WORDS: dict[str, tuple[str, ...]] = {
     "run": ("MODEL", "--data", "demo", "--layers", "2", "--images", "16", "--workers", "0"),
     "collect": ("MODEL", "--data", "demo", "--rounds", "1,1,1", "--images", "16", *LOOP),
     "oneshot": ("MODEL", "--data", "demo", "--layers", "2", "--images", "16"),
+    "frontier": ("MODEL", "--data", "demo", "--speedup", "1.2", "--images", "16"),
     "select": ("MODEL", "--data", "demo", "--layers", "2", "--images", "16", *LOOP),
     "compare": ("MODEL", "--data", "demo", "--layers", "2", "--methods", "random", "--images", "16", *LOOP),
     "observe": ("MODEL", "--data", "demo", "--blocks", "0", "--images", "16", *LOOP),
