@@ -1,7 +1,7 @@
 """One search over all moves: what is the least damage at every speed? No labels, no training.
 
 In every round the moves that do the least damage for what they save are made and fitted, until a few percent of the
-dense model's cost are saved; then the damage of others is measured again. So one search gives a plan for every speed.
+dense model's cost are saved; then what is left is measured again. So one search gives a plan for every speed.
 """
 
 from __future__ import annotations

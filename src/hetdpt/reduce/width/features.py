@@ -25,7 +25,7 @@ PURPOSE = "removing hidden features"
 
 
 def feature_counts(model: nn.Module) -> dict[int, int]:
-    """Return how many hidden features the FFNs of a model have that can lose some, by block.
+    """Return how many hidden features there are in the FFNs of a model from which some can be removed, by block.
 
     ``model`` has a record. FFNs without their activation, gated ones and those with convolutions are not among them.
     """
