@@ -20,7 +20,6 @@ from hetdpt.reduce.apply import apply_
 from hetdpt.results import FrontierPoint
 from hetdpt.selection.damage import PURPOSE, Cost, DenseOutputs
 from hetdpt.selection.moves import MOVES, kind_of, offered, variants
-from hetdpt.surgery.fit_tail import fit_tail_
 from hetdpt.surgery.record import require_record
 from hetdpt.surgery.remove import ready_for
 from hetdpt.surgery.tail import trim_to_class_token_
@@ -118,12 +117,10 @@ class FrontierSearch:
 
     @torch.no_grad()
     def _take(self, taken: list[FrontierMove]) -> None:
-        """Make these moves, refit, and measure the damage of all that was made so far."""
+        """Make these moves, which fits a tail again, and measure the damage of all that was made so far."""
         more = Plan(removal=self.plan.removal).plus(*taken)
         self.plan = self.plan.plus(*taken)
         self.current = apply_(self.current, more, self.images)
-        if self.plan.tail > 1 and not more.tail:
-            fit_tail_(self.current, self.images)
         self.damage = measure_damage(self.dense, self.current, self.judge)
 
 

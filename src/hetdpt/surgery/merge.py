@@ -53,8 +53,8 @@ def merge_blocks_(
     refuse_gated(model)
     record = require_record(model)
     ffns = _linear_ffns(record)
-    plan, removed = record.plan, [handle.site for handle in record.survey.handles if record.plan.removes(handle.site)]
-    kept = {site.block for site in removed if plan.style_of(site).class_token == "keep"}
+    styles = {handle.site.block: record.plan.style_of(handle.site) for handle in record.removed if handle.ffn}
+    kept = {block for block, style in styles.items() if style.class_token == "keep"}
     merged, folded, constants = [*record.merged], [*record.folded_norms], [*record.folded_constants]
     for block in blocks:
         if block in ffns and block not in merged:
@@ -76,8 +76,7 @@ def merge_blocks_(
 
 def _linear_ffns(record: Record) -> dict[int, Ffn]:
     """Return by block the FFNs whose activation was removed so that two linear layers are left in a row, or one."""
-    removed = [handle for handle in record.survey.handles if record.plan.removes(handle.site)]
-    handles = [handle for handle in removed if record.plan.style_of(handle.site).merge == "pair"]
+    handles = [handle for handle in record.removed if record.plan.style_of(handle.site).merge == "pair"]
     return {handle.site.block: handle.ffn for handle in handles if handle.ffn}
 
 

@@ -57,6 +57,11 @@ class Record:
         return [handle for handle in self.survey.handles if not self.plan.removes(handle.site)]
 
     @property
+    def removed(self) -> list[Handle]:
+        """The sites that have been removed, in order of execution."""
+        return [handle for handle in self.survey.handles if self.plan.removes(handle.site)]
+
+    @property
     def attentions(self) -> dict[int, Handle]:
         """The attention of each block that has one, or had it before it was removed."""
         return {handle.site.block: handle for handle in self.survey.handles if handle.site.kind == "attention"}

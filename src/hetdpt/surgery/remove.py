@@ -115,7 +115,7 @@ def _united(plan: Plan, record: Record) -> Plan:
     """Return one plan for what was removed before and what ``plan`` removes."""
     attention = {*plan.attention, *record.plan.attention}
     fits = record.plan.fits or plan.fits
-    before = [handle.site for handle in record.survey.handles if record.plan.removes(handle.site)]
+    before = [handle.site for handle in record.removed]
     kept = [(site.kind, site.block, record.plan.style_of(site).name) for site in before]
     return replace(
         plan,
