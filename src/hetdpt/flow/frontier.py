@@ -116,7 +116,7 @@ def _write(directory: Path, found: FrontierResult) -> None:
         name = plan_file(found, number)
         write_text(directory / name, f"{plan.to_json()}\n")
         left = " ".join(f"{block}:{count}" for block, count in plan.features)
-        kinds = {kind: " ".join(map(str, getattr(plan, kind))) for kind in KINDS}
+        kinds: dict[str, str] = {kind: " ".join(map(str, getattr(plan, kind))) for kind in KINDS}
         numbers = {"speedup": f"{speedup:.4f}", "damage": f"{point.damage:.5g}", "ms": f"{point.cost:.4g}"}
         rows.append({**numbers, **kinds, "tail": plan.tail, "features": left, "plan": name})
     write_csv(directory / TABLE, COLUMNS, rows)
