@@ -83,6 +83,9 @@ class Price:
     ms: float | None = None
     """Milliseconds of a batch; None if not measured."""
 
+    def __add__(self, other: Price) -> Price:
+        return self - other.times(-1)
+
     def __sub__(self, other: Price) -> Price:
         ms = None if self.ms is None or other.ms is None else self.ms - other.ms
         return Price(self.macs - other.macs, self.params - other.params, ms)

@@ -86,11 +86,11 @@ def bench(options: BenchOptions) -> None:
     from hetdpt.measurement.speed import measure_throughput
     from hetdpt.surgery.merge import merge_
     from hetdpt.surgery.record import survey_of
-    from hetdpt.surgery.remove import place_, refuse_features
+    from hetdpt.surgery.remove import place_, refuse_reductions
     from hetdpt.surgery.tail import trim_if_possible_
 
     plan, device = read_plan(options.plan), find_device(options.device)
-    refuse_features(plan)
+    refuse_reductions(plan)
     dense = options.open_model().to(device)
     size = survey_of(dense).input_size
     models = {"dense": dense, "pruned": merge_(place_(clone(dense), plan))}

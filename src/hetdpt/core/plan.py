@@ -15,6 +15,7 @@ from typing import Any, Literal, get_args
 
 from hetdpt.core.errors import PlanError
 from hetdpt.core.styles import PRESETS, STYLES, ClassToken, ClassTokenChoice, Style, styles_for
+from hetdpt.core.tokens import Tokens
 
 Kind = Literal["attention", "activation"]
 KINDS: tuple[Kind, Kind] = ("attention", "activation")
@@ -85,10 +86,24 @@ class Styled:
         return f"{self.site} ({self.style})"
 
 
+@dataclass(frozen=True)
+class FewerTokens:
+    """More tokens merged in every block with attention than before.
+
+    >>> print(FewerTokens(Tokens("tome", 8)))
+    tome with r = 8
+    """
+
+    tokens: Tokens
+
+    def __str__(self) -> str:
+        return f"{self.tokens.method} with r = {self.tokens.r}"
+
+
 Move = Site | Tail
 """What a plan may have more than another: one more layer removed, or a longer tail."""
-FrontierMove = Styled | Tail | FewerFeatures
-"""The same for a frontier: one more layer removed in some style, a longer tail, or fewer hidden features."""
+FrontierMove = Styled | Tail | FewerFeatures | FewerTokens
+"""The same for a frontier: one more layer removed in some style, a longer tail, fewer hidden features or tokens."""
 
 
 @dataclass(frozen=True)
@@ -195,6 +210,8 @@ class Plan:
     """(kind, block, style) of the layers that are removed in another style than ``removal`` says."""
     features: tuple[tuple[int, int], ...] = ()
     """(block, count) of the FFNs that keep only so many of their hidden features."""
+    tokens: Tokens | None = None
+    """How blocks reduce tokens, if they do."""
 
     def __post_init__(self) -> None:
         for kind in KINDS:
@@ -205,6 +222,8 @@ class Plan:
         object.__setattr__(self, "tail", int(self.tail))
         object.__setattr__(self, "site_styles", self._settled_styles())
         object.__setattr__(self, "features", self._settled_features())
+        if not isinstance(self.tokens, Tokens | None):
+            raise PlanError(f"tokens of a plan is null or an object with method and r, not {self.tokens!r}")
 
     def _settled_styles(self) -> tuple[tuple[Kind, int, str], ...]:
         """Return ``site_styles`` sorted, without those that ``removal`` says anyway."""
@@ -247,7 +266,7 @@ class Plan:
         return Budget(len(self.attention), len(self.activation))
 
     def plus(self, *moves: Move | FrontierMove) -> Plan:
-        """Return the plan that has ``moves`` too: more layers removed, a longer tail, or fewer features.
+        """Return the plan that has ``moves`` too: more layers removed, a longer tail, fewer features or tokens.
 
         >>> plan = Plan(attention=(3,)).plus(Site("attention", 1, "blocks.1.attn"), Tail(2), FewerFeatures(0, 64))
         >>> plan.attention, plan.tail, plan.features
@@ -263,8 +282,10 @@ class Plan:
             **{move.block: move.count for move in moves if isinstance(move, FewerFeatures)},
         }
         styles = (*self.site_styles, *((site.kind, site.block, style) for site, style in styled.items()))
+        tokens = [move.tokens for move in moves if isinstance(move, FewerTokens)]
         return replace(
             self,
+            tokens=tokens[-1] if tokens else self.tokens,
             attention=attention,
             activation=activation,
             tail=tail,
@@ -297,7 +318,7 @@ class Plan:
     @property
     def is_empty(self) -> bool:
         """Whether it changes nothing."""
-        return not len(self) and not self.tail and not self.features
+        return not len(self) and not self.tail and not self.features and self.tokens is None
 
     @property
     def fitted(self) -> tuple[str, ...]:
@@ -369,6 +390,7 @@ class Plan:
             tail=values.get("tail", 0),
             site_styles=_site_styles(values.get("site_styles", ())),
             features=_features(values.get("features", ())),
+            tokens=_tokens(values.get("tokens")),
             anatomy=_anatomy(values.get("anatomy")),
             fits=_fits(values.get("fits", ())),
         )
@@ -456,6 +478,15 @@ def _features(values: Any) -> tuple[tuple[int, int], ...]:
     if not is_list or not all(len(row) == 2 and all(map(_is_block, row)) and row[1] > 0 for row in values):
         raise PlanError(f"features of a plan is a list of (block, count), not {reprlib.repr(values)}")
     return tuple((int(block), int(count)) for block, count in values)
+
+
+def _tokens(values: Any) -> Tokens | None:
+    try:
+        return None if values is None else Tokens.from_dict(values)
+    except (TypeError, ValueError):
+        raise PlanError(
+            f"tokens of a plan is null or an object with method and r, not {reprlib.repr(values)}"
+        ) from None
 
 
 def _fits(values: Any) -> tuple[Fit, ...]:

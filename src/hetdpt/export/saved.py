@@ -21,10 +21,9 @@ from hetdpt.adapters.checkpoints import check_fit
 from hetdpt.adapters.models import SIZE, Base, base_of, create, input_size_of, rebuild, unfuse_
 from hetdpt.adapters.preprocessing import PREPROCESSING, Preprocessing, preprocessing_of
 from hetdpt.adapters.timm_hub import timm_config
-from hetdpt.core.errors import FileError, HetDPTError, ModelError
+from hetdpt.core.errors import FileError, HetDPTError, ModelError, PlanError
 from hetdpt.core.modules import clone
 from hetdpt.core.plan import Plan
-from hetdpt.core.tokens import Tokens
 from hetdpt.export.card import model_card
 from hetdpt.measurement.agreement import relative_difference
 from hetdpt.reduce.tokens.reduce import reduce_tokens_
@@ -59,7 +58,6 @@ class SavedRecipe:
     """None where the model does not specify it."""
     folded_constants: tuple[int, ...] = ()
     widths: Widths | None = None
-    tokens: Tokens | None = None
     is_trimmed: bool = False
     resized: tuple[int, int] | None = None
     """Height and width of its images, if they were changed after it was built and ``base`` does not say so."""
@@ -81,7 +79,6 @@ class SavedRecipe:
             dtype=dtype,
             preprocessing=wants,
             folded_constants=record.folded_constants,
-            tokens=record.tokens,
             is_trimmed=record.is_trimmed,
             resized=resized,
         )
@@ -92,7 +89,7 @@ class SavedRecipe:
         try:
             return cls(
                 base=Base.from_dict(values["base"]),
-                plan=Plan.from_dict(values["plan"]),
+                plan=Plan.from_dict(_with_tokens(values["plan"], values.get("tokens"))),
                 merged=tuple(int(block) for block in values["merged"]),
                 folded_norms=tuple(int(block) for block in values["folded_norms"]),
                 input_size=_input_size(values["input_size"]),
@@ -102,18 +99,17 @@ class SavedRecipe:
                 else None,
                 folded_constants=tuple(int(block) for block in values.get("folded_constants", ())),
                 widths=Widths.from_dict(sizes) if (sizes := values.get("widths")) is not None else None,
-                tokens=Tokens.from_dict(tokens) if (tokens := values.get("tokens")) is not None else None,
                 is_trimmed=bool(values.get("is_trimmed", False)),
                 resized=_input_size((1, *sides))[1:] if (sides := values.get("resized")) is not None else None,
             )
-        except (KeyError, TypeError, ValueError, IndexError, OverflowError, RecursionError) as error:
+        except (PlanError, KeyError, TypeError, ValueError, IndexError, OverflowError, RecursionError) as error:
             raise FileError(f"{name} is not a recipe of hetdpt.save: {error!r} is wrong or missing") from None
 
     def build(self, is_empty: bool = True) -> nn.Module:
         """Return the pruned model; ``is_empty`` leaves its parameters without values."""
         model = rebuild(self.base, is_empty=is_empty)
-        if not self.plan.is_empty or self.widths or self.tokens or self.is_trimmed:
-            place_(model, self.plan, None if self.resized else self.input_size)
+        if not self.plan.is_empty or self.widths or self.is_trimmed:
+            place_(model, replace(self.plan, tokens=None), None if self.resized else self.input_size)
             merge_blocks_(model, self.merged, self.folded_norms, self.folded_constants)
         if self.widths is not None:
             reshape_(model, self.widths)
@@ -121,11 +117,16 @@ class SavedRecipe:
             resize_(model, self.resized)
         if self.is_trimmed:
             trim_(model)
-        if self.tokens is not None:
-            reduce_tokens_(model, self.tokens)
+        if self.plan.tokens is not None:
+            reduce_tokens_(model, self.plan.tokens)
         if self.preprocessing is not None:
             vars(model)[PREPROCESSING] = self.preprocessing
         return model
+
+
+def _with_tokens(plan: Any, tokens: Any) -> Any:
+    """Return a plan with the ``tokens`` that recipes of before have beside it."""
+    return plan if tokens is None else {**plan, "tokens": tokens}
 
 
 def save(

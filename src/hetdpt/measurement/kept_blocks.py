@@ -9,7 +9,7 @@ from hetdpt.core.modules import clone
 from hetdpt.core.plan import Plan
 from hetdpt.surgery.merge import merge_
 from hetdpt.surgery.record import layout_of, require_record
-from hetdpt.surgery.remove import place_, refuse_features, removable
+from hetdpt.surgery.remove import place_, refuse_reductions, removable
 from hetdpt.surgery.tail import trim_if_possible_, untrim_
 
 
@@ -25,7 +25,7 @@ def finished(model: nn.Module, plan: Plan) -> nn.Module:
 
     Replacements that have to be fitted have no values yet. A plan with fewer hidden features is refused.
     """
-    refuse_features(plan)
+    refuse_reductions(plan)
     try:
         return merge_(place_(clone(model), plan))
     except ModelError:  # without these layers it cannot be trimmed

@@ -75,6 +75,8 @@ class LatencyTable:
     """The times that those of plans are composed of; MACs and parameters are not counted."""
     variants: dict[Part, Measurement] = field(default_factory=dict)
     """What each variant that was asked for saves."""
+    blocks: dict[int, Measurement] = field(default_factory=dict)
+    """Time of each block that is one module."""
 
 
 def measure_throughput(
@@ -138,7 +140,9 @@ def latency_table(
     dense = _measurement("latency", 1e3 * times[DENSE], "ms", images)
     prices = _prices(dense, parts, whole)
     asked = {part: parts[part] for part in variants or {} if part in parts}
-    return LatencyTable(dense, _savings(prices, parts, removable(whole)), breakdown, prices, asked)
+    return LatencyTable(
+        dense, _savings(prices, parts, removable(whole)), breakdown, prices, asked, blocks.whole_blocks(times)
+    )
 
 
 def latency_breakdown(
@@ -190,6 +194,18 @@ class _BlockTimes:
             part: _measurement("saved", 1e3 * (times[before] - times[part]), "ms", self.images)
             for part, before in self.before.items()
             if part != before
+        }
+
+    def whole_blocks(self, times: Mapping[Part, np.ndarray]) -> dict[int, Measurement]:
+        """Return the time of each block that is one module, given the seconds of the calls."""
+        found = dict[int, list[int]]()
+        for number, sites in enumerate(self.owners.values()):
+            for block in {site.block for site in sites}:
+                found.setdefault(block, []).append(number)
+        return {
+            block: _measurement("latency", 1e3 * times[WHOLE, numbers[0]], "ms", self.images)
+            for block, numbers in found.items()
+            if len(numbers) == 1
         }
 
     def _call(self, model: nn.Module, owner: str) -> Callable[[], object]:

@@ -7,16 +7,17 @@ dense model's cost are saved; then what is left is measured again. So one search
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf, isfinite
 
 import torch
 from torch import Tensor, nn
 
 from hetdpt.core.modules import Peeked, clone, require_more_than_once
-from hetdpt.core.plan import FewerFeatures, FrontierMove, Plan, Removal, Styled, Tail
+from hetdpt.core.plan import FewerFeatures, FewerTokens, FrontierMove, Plan, Removal, Styled, Tail
 from hetdpt.measurement.agreement import measure_damage
 from hetdpt.reduce.apply import apply_
+from hetdpt.reduce.tokens.reduce import restore_tokens_
 from hetdpt.results import FrontierPoint
 from hetdpt.selection.damage import PURPOSE, Cost, DenseOutputs
 from hetdpt.selection.moves import MOVES, kind_of, offered, variants
@@ -111,7 +112,7 @@ class FrontierSearch:
                 taken.append(one.move)
                 branches.add(_branch(one.move))
                 saved += one.gain
-            if isinstance(one.move, Tail):  # it changes what all others save
+            if isinstance(one.move, Tail | FewerTokens):  # it changes what all others save
                 break
         return taken
 
@@ -120,7 +121,8 @@ class FrontierSearch:
         """Make these moves, which fits a tail again, and measure the damage of all that was made so far."""
         more = Plan(removal=self.plan.removal).plus(*taken)
         self.plan = self.plan.plus(*taken)
-        self.current = apply_(self.current, more, self.images)
+        more = replace(more, tokens=self.plan.tokens)
+        self.current = apply_(restore_tokens_(self.current), more, self.images)
         self.damage = measure_damage(self.dense, self.current, self.judge)
 
 

@@ -5,35 +5,81 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 
 from torch import nn
 
+from hetdpt.core.errors import ModelError
 from hetdpt.core.modules import clone
 from hetdpt.core.plan import FewerFeatures, Plan, Removal, Styled
-from hetdpt.core.progress import StageProgress
+from hetdpt.core.progress import StageProgress, StepProgress
+from hetdpt.core.tokens import Tokens
 from hetdpt.measurement.costs import Costs
-from hetdpt.measurement.speed import Part, latency_table
+from hetdpt.measurement.kept_blocks import trimmed
+from hetdpt.measurement.speed import LatencyTable, Part, latency_table, measure_throughput
+from hetdpt.reduce.tokens.reduce import reduce_tokens_
 from hetdpt.reduce.width.features import cut_features_, feature_counts
 from hetdpt.results import Price, Prices
 from hetdpt.selection.moves import MOVES
 from hetdpt.selection.predictor.pricing import measure_prices
 from hetdpt.surgery.arrange import with_all_tokens
 from hetdpt.surgery.merge import merge_
-from hetdpt.surgery.record import InputSize, require_record
+from hetdpt.surgery.record import InputSize, layout_of, require_record
 from hetdpt.surgery.remove import ready, without
 
 FEATURES = "activation features"  # the name of the variant with half of the features
+TIMED_PART = 24  # of the tokens, merged in every block when the time that matching takes is measured
+NOTHING = Price(0.0, 0.0, 0.0)
+
+
+@dataclass(frozen=True)
+class BlockPrice:
+    """What one block costs whose tokens may be reduced."""
+
+    attention: Price
+    """Of its attention branch."""
+    ffn: Price
+    """Of the rest."""
+    products: float
+    """The part of the attention branch that grows with the square of the number of tokens."""
+
+
+@dataclass(frozen=True)
+class TokenPrices:
+    """What tokens cost, in a model whose blocks can reduce them."""
+
+    tokens: int
+    protected: int
+    blocks: tuple[BlockPrice, ...]
+    matching: float = 0.0
+    """Milliseconds that a block spends on finding and merging tokens."""
+
+    def counts(self, plan: Plan, stop: int) -> list[int]:
+        """Return how many tokens each block gets and, last, how many the last one returns."""
+        assert plan.tokens is not None
+        left, found = [b for b in range(len(self.blocks)) if b not in plan.attention], [self.tokens]
+        amounts = dict(zip(left, plan.tokens.amounts(len(left)), strict=True))
+        for block in range(len(self.blocks)):
+            merged = amounts.get(block, 0) if block < stop else 0
+            found.append(found[-1] - min(merged, (found[-1] - self.protected) // 2))
+        return found
+
+    def merging(self, plan: Plan, stop: int) -> int:
+        """Return how many blocks merge tokens."""
+        return sum(one != other for one, other in pairwise(self.counts(plan, stop)))
 
 
 @dataclass(frozen=True)
 class MovePrices:
-    """The costs of layers and tails, and beside them those of styles and of hidden features."""
+    """The costs of layers and tails, and beside them those of styles, of hidden features and of tokens."""
 
     layers: Prices
     styles: tuple[tuple[str, int, str, Price], ...] = ()
     """(kind, block, style, what it saves), for styles other than that of ``layers``."""
     features: tuple[tuple[int, int, Price], ...] = ()
     """(block, how many hidden features it has, what one of them costs)."""
+    tokens: TokenPrices | None = None
+    """None if tokens cannot be reduced."""
 
     @property
     def dense(self) -> Price:
@@ -42,19 +88,58 @@ class MovePrices:
 
     def of(self, plan: Plan) -> Price:
         """Return the cost of the model that ``plan`` leaves."""
-        stop = self.layers.stop(plan) if self.layers.kept else len(self.layers.attention)
-        left = self.layers.of(replace(plan, features=(), site_styles=()))
+        left = self.layers.of(replace(plan, features=(), site_styles=(), tokens=None))
+        for block in {*(block for _, block, _ in plan.site_styles), *dict(plan.features)}:
+            attention, ffn = self._saved_beside(plan, block)
+            left = left - attention - ffn
+        return left if plan.tokens is None else left - self._saved_by_tokens(plan)
+
+    def stop(self, plan: Plan) -> int:
+        """Return the first block in which patches are not updated."""
+        return self.layers.stop(plan) if self.layers.kept else len(self.layers.attention)
+
+    def _saved_beside(self, plan: Plan, block: int) -> tuple[Price, Price]:
+        """Return what the styles and features of a block save in attention and FFN, beside what ``layers`` say."""
+        saved, is_before = {"attention": NOTHING, "activation": NOTHING}, block < self.stop(plan)
         known = {row[:3]: row[3] for row in self.styles}
-        for kind, block, style in plan.site_styles:
-            saved, usual = known.get((kind, block, style)), getattr(self.layers, kind)[block]
-            if block < stop and saved is not None and usual is not None:
-                left = left - (saved - usual)
-        sizes = {block: (count, price) for block, count, price in self.features}
-        for block, count in plan.features:
-            first, price = sizes.get(block, (count, Price(0, 0, 0.0)))
-            fewer = price.times(first - count)
-            left = left - (fewer if block < stop else Price(0.0, fewer.params, 0.0))
-        return left
+        for kind, _, style in (row for row in plan.site_styles if row[1] == block):
+            own, usual = known.get((kind, block, style)), getattr(self.layers, kind)[block]
+            if is_before and own is not None and usual is not None:
+                saved[kind] = own - usual
+        sizes = {one: (count, price) for one, count, price in self.features}
+        if block in (left := dict(plan.features)) and block in sizes:
+            count, price = sizes[block]
+            fewer = price.times(count - left[block])
+            saved["activation"] = fewer if is_before else Price(0.0, fewer.params, 0.0)
+        return saved["attention"], saved["activation"]
+
+    def _saved_by_tokens(self, plan: Plan) -> Price:
+        """Return what reducing tokens saves of the rest of ``plan``; parameters are not saved."""
+        assert self.tokens is not None
+        stop, saved = self.stop(plan), NOTHING
+        counts = [count / self.tokens.tokens for count in self.tokens.counts(plan, stop)]
+        for block, price in enumerate(self.tokens.blocks):
+            attention, ffn = self._left(plan, block, price, stop)
+            products = price.products if block < stop and block not in plan.attention else 0.0
+            linear, squared = 1 - counts[block], 1 - counts[block] ** 2
+            saved = saved + attention.times((1 - products) * linear + products * squared)
+            saved = saved + ffn.times(1 - counts[block + 1])
+        matching = self.tokens.merging(plan, stop) * self.tokens.matching
+        return Price(saved.macs, 0.0, None if saved.ms is None else saved.ms - matching)
+
+    def _left(self, plan: Plan, block: int, price: BlockPrice, stop: int) -> tuple[Price, Price]:
+        """Return what is left of the attention and of the FFN of a block, of all tokens."""
+        if block >= stop:  # keys and values are all that is computed of patches
+            kept = self.layers.kept[block]
+            assert kept is not None
+            is_read = block not in plan.attention
+            return price.attention + price.ffn - kept.patches if is_read else NOTHING, NOTHING
+        attention, ffn = self._saved_beside(plan, block)
+        if block in plan.attention:
+            attention = attention + (self.layers.attention[block] or NOTHING)
+        if block in plan.activation:
+            ffn = ffn + (self.layers.activation[block] or NOTHING)
+        return price.attention - attention, price.ffn - ffn
 
     def ms(self, plan: Plan | None = None) -> float:
         """Return the milliseconds of a batch of the model that ``plan`` leaves; without one of the dense model."""
@@ -88,7 +173,8 @@ def measure_move_prices(
         else:
             kind, style = name.split(" ")
             styles.append((kind, block, style, price))
-    return MovePrices(layers, tuple(styles), tuple(features))
+    found = MovePrices(layers, tuple(styles), tuple(features))
+    return _with_tokens(found, whole, size, table, batch, progress)
 
 
 def _variants(whole: nn.Module) -> Mapping[Part, nn.Module]:
@@ -102,6 +188,48 @@ def _variants(whole: nn.Module) -> Mapping[Part, nn.Module]:
     for block, count in feature_counts(whole).items():
         found[FEATURES, block] = cut_features_(clone(whole), FewerFeatures(block, count - count // 2))
     return found
+
+
+def _with_tokens(
+    found: MovePrices,
+    whole: nn.Module,
+    size: InputSize,
+    table: LatencyTable,
+    batch: int | None,
+    progress: StageProgress | None,
+) -> MovePrices:
+    """Return the prices with those of tokens, if the model can reduce them."""
+    handles = require_record(whole).attentions
+    if not handles or table.blocks.keys() != handles.keys() or None in found.layers.attention:
+        return found
+    small = trimmed(whole)
+    try:
+        layout = layout_of(require_record(reduce_tokens_(clone(small), Tokens("tome", 1))))
+    except ModelError:
+        return found
+    blocks = list[BlockPrice]()
+    for block, handle in sorted(handles.items()):
+        costs, attention = Costs.of(whole, size, handle.owner), found.layers.attention[block]
+        assert attention is not None
+        all_of_it = Price(costs.macs, costs.params, table.blocks[block].value)
+        products = costs.macs - costs.macs_without_attention_products
+        blocks.append(BlockPrice(attention, all_of_it - attention, products / max(attention.macs, 1.0)))
+    found = replace(found, tokens=(tokens := TokenPrices(layout.tokens, layout.protected, tuple(blocks))))
+    tell = partial(progress, "timing the merging of tokens") if progress else None
+    return replace(found, tokens=replace(tokens, matching=_matching(found, whole, small, size, batch, tell)))
+
+
+def _matching(
+    found: MovePrices, whole: nn.Module, small: nn.Module, size: InputSize, batch: int | None, tell: StepProgress | None
+) -> float:
+    """Return the time that matching takes in a block: what a model that merges tokens takes beyond its other costs."""
+    assert found.tokens is not None
+    tokens = Tokens("tome", max(found.tokens.tokens // TIMED_PART, 1))
+    plan = Plan(removal=require_record(whole).plan.removal, tokens=tokens)
+    models = {"dense": whole, "reduced": reduce_tokens_(clone(small), tokens)}
+    speedup = measure_throughput(models, size, batch=batch, runs=20, warmup=3, progress=tell).speedup["reduced"].value
+    more = found.ms() / speedup - found.ms(plan)
+    return max(more / max(found.tokens.merging(plan, found.stop(plan)), 1), 0.0)
 
 
 def _price(model: nn.Module, size: InputSize) -> Price:

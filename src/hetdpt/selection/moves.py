@@ -11,16 +11,22 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hetdpt.core.plan import FewerFeatures, FrontierMove, Kind, Styled, Tail
+from hetdpt.core.errors import ModelError
+from hetdpt.core.modules import clone
+from hetdpt.core.plan import FewerFeatures, FewerTokens, FrontierMove, Kind, Styled, Tail
 from hetdpt.core.styles import STYLES
+from hetdpt.core.tokens import Tokens
+from hetdpt.reduce.tokens.reduce import reduce_tokens_, restore_tokens_
 from hetdpt.reduce.width.features import feature_counts, with_fewer_features
 from hetdpt.surgery.arrange import kept_of
 from hetdpt.surgery.calibrate import fit_sites, replaced, with_tail
-from hetdpt.surgery.record import require_record
+from hetdpt.surgery.record import layout_of, require_record
 from hetdpt.surgery.remove import removable, without
 from hetdpt.surgery.tail import is_tail_possible
 
 CHUNKS = 12  # of the hidden features of an FFN; each is one move
+PARTS = 96  # of the tokens; each is one move, in every block
+JUMPS = (1, 2, 4)  # moves at once that are offered: the first few tokens save less time than matching takes
 Batches = Iterable[Tensor]
 
 
@@ -93,6 +99,21 @@ def chunk_of(count: int) -> int:
     return max(count // CHUNKS // 8 * 8, min(count // CHUNKS, 8), 1)
 
 
+def _tokens(model: nn.Module, dense: nn.Module) -> list[FewerTokens]:
+    """Return a few more tokens merged in every block with attention, if ``model`` supports that."""
+    try:
+        count = layout_of(require_record(reduce_tokens_(clone(dense), Tokens("tome", 1)))).tokens
+    except ModelError:
+        return []
+    tokens, part = require_record(model).tokens, max(count // PARTS, 1)
+    more = [(tokens.r if tokens else 0) + part * jump for jump in JUMPS]
+    return [FewerTokens(Tokens("tome", r)) for r in more if r * _stop(model) <= count]  # some are left
+
+
+def _with_fewer_tokens(model: nn.Module, moves: list[FewerTokens], _: Batches) -> dict[FewerTokens, nn.Module]:
+    return {move: reduce_tokens_(clone(model), move.tokens) for move in moves}
+
+
 MOVES: dict[str, MoveKind] = {
     row.name: row
     for row in (
@@ -120,6 +141,12 @@ MOVES: dict[str, MoveKind] = {
             variants=with_fewer_features,
             about="The FFN of a block loses a chunk of its hidden features.",
         ),
+        MoveKind(
+            name="tokens",
+            offers=_tokens,
+            variants=_with_fewer_tokens,
+            about="Every block with attention merges a few more similar tokens (ToMe).",
+        ),
     )
 }
 
@@ -132,6 +159,8 @@ def kind_of(move: FrontierMove) -> str:
     """
     if isinstance(move, Styled):
         return move.site.kind
+    if isinstance(move, FewerTokens):
+        return "tokens"
     return "tail" if isinstance(move, Tail) else "features"
 
 
@@ -141,11 +170,15 @@ def offered(model: nn.Module, dense: nn.Module, kinds: Iterable[str]) -> list[Fr
 
 
 def variants(model: nn.Module, moves: Iterable[FrontierMove], batches: Batches) -> dict[FrontierMove, nn.Module]:
-    """Return a copy of ``model`` with each of ``moves``, each fitted as if it were the only one."""
+    """Return a copy of ``model`` with each of ``moves``, each fitted as if it were the only one, on all tokens."""
+    tokens, whole = require_record(model).tokens, restore_tokens_(clone(model))
     by_kind: dict[str, list[FrontierMove]] = {}
     for move in moves:
         by_kind.setdefault(kind_of(move), []).append(move)
     found: dict[FrontierMove, nn.Module] = {}
     for kind, some in by_kind.items():
-        found |= MOVES[kind].variants(model, some, batches)
+        found |= MOVES[kind].variants(whole, some, batches)
+    for variant in found.values():
+        if tokens and require_record(variant).tokens is None:
+            reduce_tokens_(variant, tokens)
     return found

@@ -47,7 +47,7 @@ from hetdpt.surgery.fit_tail import (
 )
 from hetdpt.surgery.gate import fill_gate_, gates_by_site, place_gates_, restore_
 from hetdpt.surgery.record import Record, layer_at, parts_of, record_of, require_record, with_class_layout
-from hetdpt.surgery.remove import fill_, place_, ready_for, refuse_features, without
+from hetdpt.surgery.remove import fill_, place_, ready_for, refuse_reductions, without
 from hetdpt.surgery.replacement import place_of
 from hetdpt.surgery.tail import trim_to_class_token_, untrim_
 
@@ -88,7 +88,7 @@ def calibrate_(
     >>> [site.path for site in hetdpt.sites(model)]
     ['blocks.0.attn', 'blocks.1.mlp.act']
     """
-    refuse_features(plan)
+    refuse_reductions(plan)
     removal = plan.removal if plan.is_any_fitted else with_class_token("calibrated", plan.class_token)
     plan = replace(plan, fits=(), removal=removal)
     images = Peeked(batches, model, PURPOSE)

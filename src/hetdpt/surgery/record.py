@@ -45,11 +45,14 @@ class Record:
     """The layout of its tokens, once a change needed it; found before blocks were changed."""
     is_trimmed: bool = False
     """Whether tokens that nothing reads are not computed (:mod:`hetdpt.surgery.arrange`)."""
-    tokens: Tokens | None = None
-    """How its blocks reduce tokens, if they do (:mod:`hetdpt.reduce.tokens.reduce`)."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Record:
         return self  # it is immutable
+
+    @property
+    def tokens(self) -> Tokens | None:
+        """How its blocks reduce tokens, if they do (:mod:`hetdpt.reduce.tokens.reduce`)."""
+        return self.plan.tokens
 
     @property
     def left(self) -> list[Handle]:

@@ -59,7 +59,7 @@ def prune_(model: nn.Module, plan: Plan, input_size: InputSize | None = None) ->
     >>> [site.path for site in sites(model)]
     ['blocks.0.mlp.act', 'blocks.1.attn']
     """
-    refuse_features(plan)
+    refuse_reductions(plan)
     if plan.tail > 1:
         raise PlanError(
             f"a tail of {plan.tail} blocks is fitted on images, but none were given; pass --data, call "
@@ -73,8 +73,13 @@ def prune_(model: nn.Module, plan: Plan, input_size: InputSize | None = None) ->
     return place_(model, replace(plan, fits=()), input_size)
 
 
-def refuse_features(plan: Plan) -> None:
-    """Raise ``PlanError`` if hidden features are to be removed, which is not done here."""
+def refuse_reductions(plan: Plan) -> None:
+    """Raise ``PlanError`` if hidden features or tokens are to be removed, which is not done here."""
+    if plan.tokens is not None:
+        raise PlanError(
+            f"the plan reduces tokens ({plan.tokens.method}, r = {plan.tokens.r}), which is done last; apply it "
+            "with hetdpt apply --data, or hetdpt.apply_(model, plan, batches), and use that model"
+        )
     for block, count in plan.features:
         raise PlanError(
             f"the plan leaves {count} hidden features in block {block}, which is fitted on images; apply the plan with "

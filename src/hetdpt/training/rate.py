@@ -15,7 +15,7 @@ RATES = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3)
 MIDDLE = 2  # the one that is tried first
 MOST = 4  # trials at most
 UPDATES = 24  # of each trial
-NEAR = 1.2  # times the least loss is as good: a training is longer than a trial, and likes larger rates
+NEAR = 1.1  # times the least loss is as good: a training is longer than a trial, and likes larger rates
 HELD_OUT, IMAGES = 10, 200  # one of so many training images is held out, but not more than so many
 
 

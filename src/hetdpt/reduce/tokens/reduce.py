@@ -56,7 +56,7 @@ def reduce_tokens_(model: nn.Module, tokens: Tokens, input_size: InputSize | Non
     """
     record = record_of(model) or Record(survey_of(model, input_size), Plan())
     _require_reducible(model, record)
-    record = replace(with_layout(model, record, "tokens can be reduced"), tokens=tokens)
+    record = replace(with_layout(model, record, "tokens can be reduced"), plan=replace(record.plan, tokens=tokens))
     layout = layout_of(record)
     if record.is_trimmed:
         require_trimmable(record)
@@ -79,7 +79,7 @@ def restore_tokens_(model: nn.Module) -> nn.Module:
             del module._modules[STEP], vars(module)["forward"]
             connect_(module)
     if record := record_of(model):
-        vars(model)[RECORD] = replace(record, tokens=None)
+        vars(model)[RECORD] = replace(record, plan=replace(record.plan, tokens=None))
         guard_maps_(model)
     return model
 
