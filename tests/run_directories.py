@@ -15,9 +15,9 @@ import yaml
 from hetdpt.core.plan import KINDS, Budget, Sample
 from hetdpt.core.tokens import Tokens
 from hetdpt.flow import pipeline
-from hetdpt.report.frontier import summary
+from hetdpt.report.prediction import summary
 from hetdpt.results import Price, Prices, RunSummary, from_json
-from hetdpt.selection.predictor.allocate import allocate, frontier, surface
+from hetdpt.selection.predictor.allocate import allocate, best_splits, surface
 from hetdpt.selection.predictor.polynomial import fit_predictor
 from hetdpt.store.stage_directory import CONFIG, FLOW, SUMMARY, StageRecord, stage_directory
 
@@ -192,7 +192,7 @@ def predicted() -> dict[str, Any]:
             "share": 0.41,
             "speedup": 1.4,
             "table": [asdict(split) for split in allocation.table],
-            "frontier": [asdict(split) for split in frontier(predictor, prices())],
+            "frontier": [asdict(split) for split in best_splits(predictor, prices())],
             "warnings": known["warnings"],
         },
     }

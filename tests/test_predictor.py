@@ -19,7 +19,7 @@ from scipy.stats import binom, chi2
 from scipy.stats import t as student_t
 
 import hetdpt
-from hetdpt import Budget, Plan, Predictor, Price, Prices, Sample, Split, allocate, fit_predictor, frontier
+from hetdpt import Budget, Plan, Predictor, Price, Prices, Sample, Split, allocate, best_splits, fit_predictor
 from hetdpt.core.errors import PredictError
 from hetdpt.core.goals import GOALS
 from hetdpt.results import KeptBlock
@@ -864,7 +864,7 @@ def test_damaged_prices_are_refused(text: str, why: str) -> None:
 @pytest.mark.parametrize("prices", [None, Prices(Price(9, 9), (Price(1, 1),) * 3, (Price(1, 1),) * 3)])
 def test_the_frontier_is_the_best_of_every_number_of_layers(prices: Prices | None, seed: int, few_draws: None) -> None:
     predictor, surface = small(3, seed)
-    found = frontier(predictor, prices)
+    found = best_splits(predictor, prices)
     assert [split.layers for split in found] == list(range(7))
     for split in found:
         assert split.budget == brute_force(surface, 3, None, lambda i, j, _: i + j == split.layers)  # noqa: B023
@@ -884,7 +884,7 @@ def test_the_frontier_of_speed_is_the_pareto_front(seed: int, few_draws: None) -
         for budget, (accuracy, speedup) in every.items()
         if not any(other[0] > accuracy and other[1] >= speedup for other in every.values())
     }
-    found = frontier(predictor, prices)
+    found = best_splits(predictor, prices)
     assert {split.budget for split in found} == front
     assert [split.speedup for split in found] == sorted(split.speedup or 0 for split in found)
     assert [split.accuracy for split in found] == sorted((split.accuracy for split in found), reverse=True)
@@ -1127,7 +1127,7 @@ def test_asking_for_the_nearest_is_met(few_draws: None) -> None:
 
 
 def test_public_names() -> None:
-    names = ("Allocation", "Predictor", "Price", "Prices", "Split", "allocate", "fit_predictor", "frontier")
+    names = ("Allocation", "Predictor", "Price", "Prices", "Split", "allocate", "best_splits", "fit_predictor")
     assert {*names} <= {*hetdpt.__all__}
     assert hetdpt.fit_predictor is fit_predictor
     assert isinstance(allocate(fitted("map_listing_16"), layers=2).table[0], Split)
@@ -1141,7 +1141,7 @@ import hetdpt
 predictor = hetdpt.fit_predictor({LISTING["rows"]!r}, blocks=12)
 prices = hetdpt.Prices(hetdpt.Price(99, 99, 99), (hetdpt.Price(1, 1, 1),) * 12, (hetdpt.Price(1, 1, 1),) * 12)
 budget = hetdpt.allocate(predictor, layers=8, prices=hetdpt.Prices.from_json(prices.to_json())).budget
-print(budget, len(hetdpt.frontier(predictor)))
+print(budget, len(hetdpt.best_splits(predictor)))
 print([name for name in ("torch", "timm", "transformers", "torchvision") if name in sys.modules])
 """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)

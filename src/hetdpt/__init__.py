@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from hetdpt.selection.entropy import transfer_entropy
     from hetdpt.selection.goal import OneShotConfig
     from hetdpt.selection.methods import METHODS
-    from hetdpt.selection.predictor.allocate import Allocation, allocate, frontier
+    from hetdpt.selection.predictor.allocate import Allocation, allocate, best_splits
     from hetdpt.selection.predictor.polynomial import Predictor, fit_predictor
     from hetdpt.selection.predictor.pricing import measure_prices
     from hetdpt.selection.predictor.samples import CollectConfig
@@ -99,7 +99,7 @@ _HOMES = {
     "hetdpt.measurement.speed": ("latency_table", "measure_throughput"),
     "hetdpt.flow.pipeline": ("run",),
     "hetdpt.core.plan": ("Budget", "Measurement", "Plan", "Sample", "Site"),
-    "hetdpt.selection.predictor.allocate": ("Allocation", "allocate", "frontier"),
+    "hetdpt.selection.predictor.allocate": ("Allocation", "allocate", "best_splits"),
     "hetdpt.selection.predictor.polynomial": ("Predictor", "fit_predictor"),
     "hetdpt.results": ("Price", "Prices", "Scores", "Split"),
     "hetdpt.selection.predictor.pricing": ("measure_prices",),

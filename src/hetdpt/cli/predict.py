@@ -81,7 +81,7 @@ class PredictOptions(ModelOptions, WorkerOptions, OverwriteOptions, OutputOption
 
 def predict(options: PredictOptions) -> None:
     """Predict the accuracy for each number of layers removed, and split a budget between the kinds."""
-    from hetdpt.selection.predictor.allocate import frontier
+    from hetdpt.selection.predictor.allocate import best_splits
     from hetdpt.selection.predictor.polynomial import fit_predictor
     from hetdpt.selection.predictor.rows import read_order, read_rows, samples_file
     from hetdpt.store.atomic import require_new
@@ -98,7 +98,7 @@ def predict(options: PredictOptions) -> None:
     allocation = _allocate(predictor, options.goals, prices) if options.goals else None
     if allocation and options.recheck:
         allocation = _recheck(options, allocation)
-    found = Prediction(predictor, frontier(predictor, prices), allocation, prices)
+    found = Prediction(predictor, best_splits(predictor, prices), allocation, prices)
     if options.out is not None:
         write_prediction(found, options.out, options.overwrite)
     if options.as_json:
@@ -210,14 +210,14 @@ class Prediction:
     @property
     def values(self) -> dict[str, Any]:
         """What ``--json`` prints."""
-        from hetdpt.report.frontier import summary
+        from hetdpt.report.prediction import summary
 
         return summary(self.predictor, self.frontier, self.allocation, self.prices)
 
 
 def write_prediction(found: Prediction, out: Path, overwrite: bool) -> None:
     """Write all of it to the directory ``out``, at once."""
-    from hetdpt.report.frontier import CHOICE, COLUMNS, draw, values_of
+    from hetdpt.report.prediction import CHOICE, COLUMNS, draw, values_of
     from hetdpt.results import PRICES_FILE
     from hetdpt.store.atomic import new_directory, write_csv
 

@@ -45,7 +45,7 @@ from hetdpt.results import (
 )
 from hetdpt.selection.damage import damage_of_each, tail_among
 from hetdpt.selection.goal import RemovalTarget, longest_tail
-from hetdpt.selection.predictor.allocate import allocate, frontier, surface
+from hetdpt.selection.predictor.allocate import allocate, best_splits, surface
 from hetdpt.selection.predictor.polynomial import Predictor, Row, fit_predictor
 from hetdpt.selection.predictor.pricing import measure_prices
 from hetdpt.selection.predictor.rows import LETTERS, order_of, read_order, samples_file
@@ -337,7 +337,7 @@ class AllocateStage(Stage[AllocateResult]):
             share=best.share,
             speedup=best.speedup,
             table=_finite(allocation.table),
-            frontier=_finite(frontier(predictor, prices)),
+            frontier=_finite(best_splits(predictor, prices)),
             warnings=allocation.warnings,
         )
 

@@ -116,7 +116,7 @@ def allocate(predictor: Predictor, *, prices: Prices | None = None, **goals: flo
     return Allocation(predictor, wanted, rows, _limits(predictor, prices))
 
 
-def frontier(predictor: Predictor, prices: Prices | None = None) -> tuple[Split, ...]:
+def best_splits(predictor: Predictor, prices: Prices | None = None) -> tuple[Split, ...]:
     """Return the best split for every budget: for every number of layers or, if layers are timed, every speedup.
 
     The best for a speedup is the most accurate split that is at least as fast; one that is no faster and less accurate

@@ -15,9 +15,9 @@ from test_report import size_of
 
 from hetdpt.core.errors import FileError
 from hetdpt.core.plan import Budget
-from hetdpt.report.frontier import CHOICE, COLUMNS, draw, summary, values_of
+from hetdpt.report.prediction import CHOICE, COLUMNS, draw, summary, values_of
 from hetdpt.results import Price, Prices, Split
-from hetdpt.selection.predictor.allocate import Allocation, allocate, frontier
+from hetdpt.selection.predictor.allocate import Allocation, allocate, best_splits
 from hetdpt.selection.predictor.polynomial import Predictor, fit_predictor
 from hetdpt.store.atomic import write_csv
 
@@ -60,7 +60,7 @@ def cells(split: Split) -> list[str]:
 
 @pytest.mark.parametrize("prices", [None, UNTIMED, TIMED, FREE], ids=["none", "untimed", "timed", "free"])
 def test_csv_and_back(tmp_path: Path, predictor: Predictor, prices: Prices | None) -> None:
-    found = frontier(predictor, prices)
+    found = best_splits(predictor, prices)
     write_csv(tmp_path / "frontier.csv", COLUMNS, map(values_of, found))
     lines = read(tmp_path / "frontier.csv")
     assert tuple(lines[0]) == COLUMNS
@@ -83,13 +83,13 @@ def test_a_table_of_predictions_is_no_table_of_samples() -> None:
 
 
 def test_the_summary_is_json(predictor: Predictor, allocation: Allocation) -> None:
-    values = summary(predictor, frontier(predictor, FREE), allocation, FREE)
+    values = summary(predictor, best_splits(predictor, FREE), allocation, FREE)
     assert json.loads(json.dumps(values, allow_nan=False)) == values
     assert None in [row["speedup"] for row in values["frontier"]]  # infinite
     assert Prices.from_json(json.dumps(values["prices"])) == FREE
     assert values["budget"] == {"attention": 4, "activation": 4}
     assert values["warnings"] == list(allocation.warnings)
-    assert summary(predictor, frontier(predictor))["table"] is None
+    assert summary(predictor, best_splits(predictor))["table"] is None
 
 
 # The figure
@@ -101,11 +101,11 @@ def text_of(path: Path) -> str:
 
 
 def test_a_figure_by_layers(tmp_path: Path, predictor: Predictor, allocation: Allocation) -> None:
-    draw(frontier(predictor), predictor, tmp_path / "frontier.png", chosen=allocation.best)
+    draw(best_splits(predictor), predictor, tmp_path / "frontier.png", chosen=allocation.best)
     width, height = size_of(tmp_path / "frontier.png")
     assert 1200 <= width <= 3000
     assert 700 <= height <= 2000
-    draw(frontier(predictor), predictor, tmp_path / "frontier.svg", chosen=allocation.best)
+    draw(best_splits(predictor), predictor, tmp_path / "frontier.svg", chosen=allocation.best)
     words = text_of(tmp_path / "frontier.svg").splitlines()
     for expected in (
         "layers removed",
@@ -122,19 +122,19 @@ def test_a_figure_by_layers(tmp_path: Path, predictor: Predictor, allocation: Al
 
 
 def test_a_figure_by_speedup_names_the_device(tmp_path: Path, predictor: Predictor) -> None:
-    draw(frontier(predictor, TIMED), predictor, tmp_path / "frontier.svg", TIMED)
+    draw(best_splits(predictor, TIMED), predictor, tmp_path / "frontier.svg", TIMED)
     words = text_of(tmp_path / "frontier.svg")
     assert "predicted speedup, by the time of each layer (abacus, float32, batch 8)" in words
     assert "chosen" not in words
-    draw(frontier(predictor, UNTIMED), predictor, tmp_path / "frontier.svg", UNTIMED)
+    draw(best_splits(predictor, UNTIMED), predictor, tmp_path / "frontier.svg", UNTIMED)
     assert "layers removed" in text_of(tmp_path / "frontier.svg").splitlines()
 
 
 def test_labels_leave_room_for_each_other(tmp_path: Path, predictor: Predictor) -> None:
     crowded = prices_of(100.0, 3.0, 2.9)
-    draw(frontier(predictor, crowded), predictor, tmp_path / "frontier.svg", crowded)
+    draw(best_splits(predictor, crowded), predictor, tmp_path / "frontier.svg", crowded)
     named = re.findall(r"^\d+\+\d+$", text_of(tmp_path / "frontier.svg"), re.MULTILINE)
-    assert 5 <= len(named) < len(frontier(predictor, crowded)) / 2
+    assert 5 <= len(named) < len(best_splits(predictor, crowded)) / 2
     assert len(set(named)) == len(named)
 
 
@@ -145,7 +145,7 @@ def test_labels_leave_room_for_each_other(tmp_path: Path, predictor: Predictor) 
 )
 def test_whatever_layers_cost_it_is_drawn(tmp_path: Path, predictor: Predictor, prices: Prices) -> None:
     best = allocate(predictor, layers=20, prices=prices).best
-    draw(frontier(predictor, prices), predictor, tmp_path / "frontier.png", prices, best)
+    draw(best_splits(predictor, prices), predictor, tmp_path / "frontier.png", prices, best)
     size_of(tmp_path / "frontier.png")
 
 
@@ -154,17 +154,17 @@ def test_models_of_every_depth(tmp_path: Path, blocks: int) -> None:
     budgets = [Budget(a, t) for a in range(3) for t in range(3)]
     rows = [(1 - b.attention / blocks, 1 - b.activation / blocks, 80 - b.attention) for b in budgets]
     predictor = fit_predictor(rows, blocks=blocks)
-    draw(frontier(predictor), predictor, tmp_path / "frontier.png")
+    draw(best_splits(predictor), predictor, tmp_path / "frontier.png")
     size_of(tmp_path / "frontier.png")
 
 
 def test_other_suffixes_are_refused(tmp_path: Path, predictor: Predictor) -> None:
     with pytest.raises(FileError, match="^a figure is a file that ends in .png or .svg, but frontier.bmp does not$"):
-        draw(frontier(predictor), predictor, tmp_path / "frontier.bmp")
+        draw(best_splits(predictor), predictor, tmp_path / "frontier.bmp")
 
 
 def test_the_room_is_light_until_it_draws() -> None:
     names = ("torch", "matplotlib", "sklearn")
-    code = f"import sys, hetdpt.report.frontier; print([name for name in {names} if name in sys.modules])"
+    code = f"import sys, hetdpt.report.prediction; print([name for name in {names} if name in sys.modules])"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert result.stdout == "[]\n"
