@@ -316,6 +316,24 @@ def _order(values: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 @dataclass(frozen=True)
+class Scores:
+    """The accuracy of a model on some images, in percent."""
+
+    top1: float
+    top5: float
+    loss: float
+    """Mean cross-entropy."""
+    count: int
+    """Images that were read and counted, each once."""
+    low: float
+    """Lower end of the 95 % interval (Wilson) of ``top1``."""
+    high: float
+    """Its upper end."""
+    unreadable: tuple[str, ...] = ()
+    """Files that could not be read and were not counted."""
+
+
+@dataclass(frozen=True)
 class FrontierPoint:
     """A plan of a frontier, and what it costs."""
 
@@ -326,6 +344,8 @@ class FrontierPoint:
     """Milliseconds of a batch, by the times of single layers."""
     moves: tuple[str, ...] = ()
     """What was removed since the point before."""
+    accuracy: Scores | None = None
+    """Of the plan as ``hetdpt apply`` fits it, on validation images that decided nothing; None if not measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -340,6 +360,8 @@ class FrontierResult:
     """From slow to fast."""
     images: dict[str, int]
     """To fit on and to ``judge`` damage."""
+    dense_accuracy: Scores | None = None
+    """Of the dense model on the same validation images; None if not measured."""
 
     def speedup(self, point: FrontierPoint) -> float:
         """Return how many times faster than the dense model a point is, by the times of single layers."""
@@ -359,24 +381,6 @@ class Machine:
     processor: str
     threads: int
     """Threads of torch on a CPU."""
-
-
-@dataclass(frozen=True)
-class Scores:
-    """The accuracy of a model on some images, in percent."""
-
-    top1: float
-    top5: float
-    loss: float
-    """Mean cross-entropy."""
-    count: int
-    """Images that were read and counted, each once."""
-    low: float
-    """Lower end of the 95 % interval (Wilson) of ``top1``."""
-    high: float
-    """Its upper end."""
-    unreadable: tuple[str, ...] = ()
-    """Files that could not be read and were not counted."""
 
 
 @dataclass(frozen=True)
