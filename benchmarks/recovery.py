@@ -3,6 +3,7 @@
     python benchmarks/recovery.py losses [--plans ...] [--losses ...] [--seeds 0] [--epochs 3]
     python benchmarks/recovery.py recipe [--plans ...] [--seeds 0] [--minutes 60] [--folder]
     python benchmarks/recovery.py order [--seeds 0] [--epochs 3]
+    python benchmarks/recovery.py settings [--plans ...] [--settings ...] [--train-images N] [--seeds 0] [--epochs 3]
     python benchmarks/recovery.py cost [--runs 10]
 
 ``losses`` trains one student per plan, loss and seed on all training images, with the same views in the same order, and
@@ -10,7 +11,9 @@ scores it on the validation images after every epoch. ``recipe`` is the command 
 --minutes M`` as a user gives it: the learning rate is found and the model to keep is chosen on training images that are
 held out, and the validation images are used once. With ``--folder`` it gets the training images as a plain folder,
 without labels. ``order`` removes layers all at once or in parts, each followed by its share of the epochs, on half of
-the training images; what counts is the divergence from the dense model on images that are held out. ``cost`` times
+the training images; what counts is the divergence from the dense model on images that are held out. ``settings``
+compares by the same measure what else could be the default, for a number of training images; a cached teacher gets a
+third more epochs, which take as long. ``cost`` times
 updates in turns: logits alone, with hidden states, and both with a cached teacher.
 
 The models are the ViT-Tiny of ``../shared/data`` with 3,000 images of ImageNet, and the DINOv2 ViT-S of ``tail.py``
@@ -45,6 +48,7 @@ from hetdpt.core.plan import Plan
 from hetdpt.data.fixed_batches import ImageBatches
 from hetdpt.data.sources import open_data
 from hetdpt.flow.recipes import quick
+from hetdpt.measurement.agreement import measure_damage
 from hetdpt.training.decide import first_images
 from hetdpt.training.recover import RecoverConfig, recover, training_data
 
@@ -246,6 +250,55 @@ def removed_in_parts(
     return found
 
 
+SETTINGS: dict[str, dict[str, Any]] = {
+    "new views": {},
+    "4 fixed views, cached teacher": {"augmentation.views": 4, "cache_teacher": True},
+    "half of the batches mixed": {"training.mixup": 0.8, "training.mix_prob": 0.5},
+    "moving average": {"training.ema_decay": 0.99, "training.ema_warmup": True},
+    "last four blocks alone": {},
+}
+"""Other defaults that ``quick`` could have; the last trains blocks 8 to 11, where the tails begin, and what follows."""
+
+
+def compare_settings(recorder: Recorder, bench: Bench, options: argparse.Namespace) -> None:
+    """Add the rows of ``settings`` that are not there yet."""
+    for name in options.plans:
+        for seed in options.seeds:
+            for setting in options.settings:
+                key = {"part": "settings", **key_of(name), "setting": setting, "seed": seed, "epochs": options.epochs}
+                key["train_images"] = options.train_images
+                if not recorder.has(**key):
+                    recorder.add(key, **trained_with(bench, name, setting, seed, options))
+
+
+def trained_with(bench: Bench, name: str, setting: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
+    """Train with a setting; return minutes and the divergence from the dense model on held-out images so far."""
+    dense, data = dense_of(CASES[name].dense, bench.dinov2)
+    epochs = options.epochs * 4 // 3 if "cached" in setting else options.epochs
+    config = config_of(CASES[name], "hidden", seed, epochs, options.precision)
+    config = config.with_settings({"hold_out": 0.1, **SETTINGS[setting]})
+    opened = open_data(str(data))
+    assert opened.train is not None
+    if options.train_images:
+        opened = replace(opened, train=first_images(opened.train, options.train_images, 0))
+    student = hetdpt.load(bench.start(name))
+    if setting == "last four blocks alone":
+        for parameter, values in student.named_parameters():
+            values.requires_grad_(not parameter.startswith(("cls_token", "pos_embed", "patch_embed", *EARLY)))
+    curve, minutes = list[list[float]](), 0.0
+    for epoch in recover(student, dense, opened, config, device="cpu"):
+        minutes += epoch.seconds / 60
+        curve.append([round(minutes, 2), round(epoch.divergence or 0.0, 4)])
+    found: dict[str, Any] = {"curve": curve, "epochs_done": epochs}
+    if epoch.average is not None:
+        held = training_data(opened, config)[0].val
+        assert held is not None
+        images = ImageBatches(held, preprocessing_of(dense), count=len(held))
+        found["averaged"] = round(measure_damage(dense, epoch.average.eval(), images), 4)
+    return found
+
+
+EARLY = tuple(f"blocks.{block}." for block in range(8))
 WAYS: dict[str, dict[str, Any]] = {
     "logits": {"distillation.hidden": 0.0},
     "logits + hidden": {},
@@ -283,13 +336,24 @@ def measure_cost(recorder: Recorder, bench: Bench, options: argparse.Namespace) 
         recorder.add({"part": "cost", "way": way, "images": options.images}, **values, runs=options.runs)
 
 
+MEASUREMENTS = {
+    "losses": compare_losses,
+    "recipe": follow_recipe,
+    "order": compare_orders,
+    "settings": compare_settings,
+    "cost": measure_cost,
+}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=("losses", "recipe", "order", "cost"))
+    parser.add_argument("part", choices=list(MEASUREMENTS))
     parser.add_argument("--plans", nargs="+", default=list(CASES), choices=list(CASES))
     parser.add_argument("--losses", nargs="+", default=list(LOSSES), choices=list(LOSSES))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
-    parser.add_argument("--epochs", type=int, default=3, help="of losses and order")
+    parser.add_argument("--settings", nargs="+", default=list(SETTINGS), choices=list(SETTINGS))
+    parser.add_argument("--train-images", type=int, help="of settings; all by default")
+    parser.add_argument("--epochs", type=int, default=3, help="of losses, order and settings")
     parser.add_argument("--minutes", type=float, default=60.0, help="of recipe")
     parser.add_argument("--folder", action="store_true", help="recipe: give images without labels")
     parser.add_argument("--runs", type=int, default=5, help="of cost")
@@ -305,8 +369,7 @@ def main() -> None:
         Recorder(options.out, dtype=options.precision, redo=options.redo),
         Bench(options.work, options.dinov2),
     )
-    parts = {"losses": compare_losses, "recipe": follow_recipe, "order": compare_orders, "cost": measure_cost}
-    parts[options.part](recorder, bench, options)
+    MEASUREMENTS[options.part](recorder, bench, options)
 
 
 if __name__ == "__main__":
