@@ -51,6 +51,8 @@ SUITE = (
     Step("paper.py", ("trim",), ("trim", "--quick"), "paper_trim"),
     Step("tail.py", ("accuracy",), None, "tail", needs_data=True),
     Step("tail.py", ("speed",), ("speed", "--cases", "vit-tiny", "--runs", "5"), "tail"),
+    Step("frontier.py", ("search",), None, "frontier", needs_data=True),
+    Step("frontier.py", ("speed",), None, "frontier", needs_data=True),
     Step("runtimes.py", (), ("--quick",), "runtimes"),
     Step("effort.py", (), ("--quick",), "effort"),
     Step("peers.py", (), QUICK_PEERS, "peers", needs_data=True, processes=2),
