@@ -110,6 +110,7 @@ def draw(found: FrontierResult, path: Path) -> None:
             _draw_accuracy(chart, found)
         for chart in (damage, *accuracy):
             chart.panel.set_xlabel(f"{ACROSS}\n({found.measured})")
+            chart.legend(columns=2, below=0.16)
 
     save(path, draw_all, (12 if found.dense_accuracy else 8, 5), (1, 2 if found.dense_accuracy else 1))
 
@@ -152,8 +153,8 @@ def _draw_points(chart: Chart, found: FrontierResult, dense: float, values: list
     """Draw the dense model as a star, and the points with a line through them."""
     if chart.is_page:
         chart.panel.xaxis.set_major_formatter("{x:g}×")
-    chart.point(1.0, dense, DENSE, "\n".join(("dense model", *_known(0.0, found.dense_accuracy))))
-    chart.sign("dense model", DENSE)
+    hint = "\n".join(("dense model", *_known(0.0, found.dense_accuracy)))
+    chart.plot([1.0], [dense], DENSE, "dense model", [hint])
     speeds = [found.speedup(point) for point in found.points]
     chart.plot(speeds, values, LINE)
     for number, (x, y) in enumerate(zip(speeds, values, strict=True)):
@@ -254,12 +255,12 @@ def removed(plan: Plan) -> Table:
     attention = {block: f"removed: {plan.style_of(Site('attention', block, '')).name}" for block in plan.attention}
     blocks = sorted({*ffns, *attention})
     rows = [(str(block), attention.get(block, "kept"), ffns.get(block, "kept")) for block in blocks]
-    return Table("blocks that are changed", ("block", "attention", "FFN"), rows, words=(1, 2))
+    return Table("blocks that are changed", ("block", "attention", "FFN"), rows, words=(1, 2), is_small=True)
 
 
 def _notes(plan: Plan) -> Iterator[str]:
     if plan.tail:
-        yield f"Tail of {counted(plan.tail, 'block')}: patches are not updated in the last of the model."
+        yield f"Tail: patches are not updated in the last {counted(plan.tail, 'block')}."
     if plan.tokens:
         yield f"Tokens: {plan.tokens.method} with r = {plan.tokens.r} in every block that has attention."
 
