@@ -1,4 +1,4 @@
-"""What a frontier shows: accuracy of its points, the table, the figure, the page; and that measuring decides nothing."""
+"""What a frontier shows: the accuracy of its points, the table, the figure and the page."""
 
 from __future__ import annotations
 
@@ -195,7 +195,6 @@ class TestCommand:
 
     @pytest.fixture
     def dense(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-        monkeypatch.setattr("hetdpt.cli.frontier.frontier_into", _searched, raising=False)
         monkeypatch.setattr("hetdpt.flow.frontier.frontier_into", _searched)
         return build(tmp_path / "dense", num_classes=3)
 
@@ -230,13 +229,14 @@ class TestCommand:
         assert "accuracy is not measured: " in whole.out
         assert "has no train split" in whole.out
 
+    @pytest.mark.slow
     def test_its_commands_work(self, run: Run, dense: Path, folder: Path, tmp_path: Path) -> None:
         run(*self.words(dense, folder, tmp_path / "run"))
         texts = re.findall(r"<code>hetdpt (.*?)</code>", (tmp_path / "run" / PAGE).read_text())
         apply, recover = (text.split()[:-1] for text in texts[2:4])
         assert run(*apply, tmp_path / "fast").code == 0
         assert hetdpt.load(tmp_path / "fast")(some(1)).shape == (1, 3)
-        assert run(*recover, tmp_path / "recovered", "--epochs", 1).code == 0
+        assert run(*recover, tmp_path / "recovered", "--epochs", 1, "--batch-size", 4).code == 0
 
 
 def _searched(directory: Path, *_: Any, **__: Any) -> FrontierResult:
@@ -244,6 +244,7 @@ def _searched(directory: Path, *_: Any, **__: Any) -> FrontierResult:
     return searched()
 
 
+@pytest.mark.slow
 def test_a_plan_that_only_reduces_tokens_is_applied_and_recovered(run: Run, tmp_path: Path) -> None:
     dense, plan = build(tmp_path / "dense"), tmp_path / "plan.json"
     plan.write_text(Plan(tokens=Tokens("tome", 2)).to_json())
