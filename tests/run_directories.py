@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
@@ -12,11 +12,11 @@ from typing import Any
 
 import yaml
 
-from hetdpt.core.plan import KINDS, Budget, Sample
+from hetdpt.core.plan import KINDS, Budget, Plan, Sample
 from hetdpt.core.tokens import Tokens
 from hetdpt.flow import pipeline
 from hetdpt.report.prediction import summary
-from hetdpt.results import Price, Prices, RunSummary, from_json
+from hetdpt.results import FrontierPoint, FrontierResult, Price, Prices, RunSummary, Scores, from_json
 from hetdpt.selection.predictor.allocate import allocate, best_splits, surface
 from hetdpt.selection.predictor.polynomial import fit_predictor
 from hetdpt.store.stage_directory import CONFIG, FLOW, SUMMARY, StageRecord, stage_directory
@@ -266,3 +266,25 @@ def change_stage(run: Path, name: str, **values: Any) -> None:
     """Write another result of a stage."""
     result = StageRecord.read(stage_directory(run, name)).result
     write_stage(run, name, {**(result or {}), **values})
+
+
+def frontier(is_labelled: bool = True, words: str = "") -> FrontierResult:
+    """Return a frontier of four points, with accuracy where it ``is_labelled``; ``words`` are where text may be."""
+    start: dict[str, Any] = {"removal": "calibrated"}
+    plans = [
+        Plan(attention=(3,), **start),
+        Plan(attention=(3, 5), activation=(4,), site_styles=(("attention", 5, "linear"),), **start),
+        Plan(attention=(3, 5), activation=(4,), features=((0, 320), (7, 64)), tail=3, **start),
+        Plan(attention=(3, 5), activation=(4,), features=((0, 320),), tail=3, tokens=Tokens("tome", 8), **start),
+    ]
+
+    def points() -> Iterator[FrontierPoint]:
+        for number, plan in enumerate(plans, 1):
+            accuracy = from_json(Scores, scores(98 - number**2), Path("frontier")) if is_labelled else None
+            yield FrontierPoint(plan, 0.01 * number**2, 12.0 / (1 + 0.2 * number), (f"move {number}{words}",), accuracy)
+
+    dense = from_json(Scores, scores(98.0), Path("frontier")) if is_labelled else None
+    images = {"fit": 256, "judge": 128}
+    return FrontierResult(
+        dense_ms=12.0, measured=f"cpu{words}", points=tuple(points()), images=images, dense_accuracy=dense
+    )

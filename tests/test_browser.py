@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from run_directories import EVIL, PLUS, build_run, change_stage
+from run_directories import EVIL, PLUS, build_run, change_stage, frontier
 
+from hetdpt.report.frontier import PAGE, Words, write_frontier
 from hetdpt.report.run import RunRecord
 from hetdpt.report.write import REPORTS, write_report, write_reports
 
@@ -97,7 +98,14 @@ class Page:
             time.sleep(0.02)
 
     def move_to(self, x: float, y: float) -> None:
+        self._place = x, y
         self.tell("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
+
+    def click(self) -> None:
+        """Press the mouse where it is."""
+        for kind in ("mousePressed", "mouseReleased"):
+            where = {"x": self._place[0], "y": self._place[1]}
+            self.tell("Input.dispatchMouseEvent", type=kind, button="left", clickCount=1, **where)
 
     def press(self, key: str) -> None:
         for kind in ("keyDown", "keyUp"):
@@ -182,6 +190,9 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
         write_reports(run)
     half = build_run(where / "half", "fit", is_finished=False)
     write_report([RunRecord.read(run) for run in (plain, evil, plus, half)], where / "all.html")
+    for name, found in (("frontier", frontier()), ("bare", frontier(False, EVIL))):
+        (where / name).mkdir()
+        write_frontier(where / name, found, Words(model=(EVIL,)))
     return where
 
 
@@ -316,3 +327,61 @@ def test_runs_open_one_by_one(page: Page, directory: Path) -> None:
     assert page.count("details.run .tiles") == 1
     page.point_at("#run-0-layers .mark.removed")
     assert (page.tip or "").startswith("block 1: activation")
+
+
+# The page of a frontier
+
+SHOWN = "[...picked.children].filter(one => !one.hidden).map(one => one.id).join()"
+
+
+@pytest.mark.parametrize("name", ["frontier", "bare"])
+@pytest.mark.parametrize(("width", "is_dark"), [(1200, True), (PHONE, False)])
+def test_the_page_of_a_frontier_is_without_trouble(
+    page: Page, directory: Path, name: str, width: int, is_dark: bool
+) -> None:
+    page.open(directory / name / PAGE, width, is_dark=is_dark)
+    assert page.run("document.documentElement.scrollWidth <= innerWidth"), "the page does not scroll sideways"
+    assert page.count(".picture") == (2 if name == "frontier" else 1)
+    assert page.count("article") == 1
+    assert {*page.requests} - {"data:,"} == {(directory / name / PAGE).resolve().as_uri()}
+    assert page.trouble == []
+
+
+def test_a_point_is_picked_by_mouse_by_keys_and_in_the_table(page: Page, directory: Path) -> None:
+    page.open(directory / "frontier" / PAGE)
+    assert page.run(SHOWN) == "point-03", "the first that is 1.5 times as fast"
+    page.point_at('.mark[data-picks="point-01"]')
+    assert (page.tip or "").startswith("1.20×, point 1 of 4\ndamage 0.01\naccuracy 97.00 %")
+    page.click()
+    assert page.run(SHOWN) == "point-01"
+    page.run("document.querySelector('.wide .mark.picked').focus()")
+    page.press("ArrowRight")
+    assert page.run(SHOWN) == "point-01", "the arrows only point"
+    page.press("Enter")
+    assert page.run(SHOWN) == "point-02"
+    page.point_at('tr[data-picks="point-04"] td')
+    page.click()
+    assert page.run(SHOWN) == "point-04"
+    assert page.count(".mark.picked") == 2, "in both charts"
+    page.run("document.querySelector('#point-04 [data-picks]').click()")
+    assert page.run("location.hash") == "#point-03"
+    assert page.run("document.activeElement.closest('article').id") == "point-03"
+    assert page.trouble == []
+
+
+def test_a_point_has_an_address(page: Page, directory: Path, tmp_path: Path) -> None:
+    page.open(directory / "frontier" / PAGE)
+    page.run("location.hash = '#point-02'")
+    page.tell("Page.reload")
+    page.wait(f"document.readyState === 'complete' && {SHOWN} === 'point-02'")
+
+
+def test_a_command_is_copied(page: Page, directory: Path) -> None:
+    page.open(directory / "frontier" / PAGE)
+    page.run("document.querySelector('article:not([hidden]) [data-copies]').click()")
+    page.wait(
+        "['Copied', 'Selected'].includes(document.querySelector('article:not([hidden]) [data-copies]').textContent)"
+    )
+    text = page.run("getSelection().toString()")
+    assert text.startswith("hetdpt apply ")
+    assert EVIL in text.replace("'\"'\"'", "'")

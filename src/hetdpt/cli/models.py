@@ -148,7 +148,7 @@ def apply(options: ApplyOptions) -> None:
     plan = with_removal(read_plan(options.plan), options.removal, "calibrated" if data else "plain")
     device, dense = find_device(options.device), options.open_model()
     size = survey_of(dense).input_size
-    if data and plan.needs_images:
+    if data and (plan.needs_images or plan.tokens):
         dense.to(device)
         batches = ImageBatches(open_images(data, root=options.data_root), preprocessing_of(dense), count=options.images)
         with options.live() as display:

@@ -8,25 +8,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor, nn
 
 from hetdpt.core.errors import PlanError
-from hetdpt.core.plan import KINDS, Removal
+from hetdpt.core.plan import Removal
 from hetdpt.core.progress import StageProgress
 from hetdpt.flow.oneshot import ImagesSeen, asked_of
+from hetdpt.report.frontier import write_table
 from hetdpt.results import FrontierPoint, FrontierResult, from_json, to_json
 from hetdpt.selection.frontier import FrontierSearch
 from hetdpt.selection.move_prices import MovePrices, measure_move_prices
 from hetdpt.selection.moves import MOVES
-from hetdpt.store.atomic import write_csv, write_text
 from hetdpt.store.run_directory import Run
 from hetdpt.surgery.record import InputSize
 from hetdpt.surgery.remove import settled_removal
-
-PLANS, TABLE = "plans", "frontier.csv"
-COLUMNS = ("speedup", "damage", "ms", "attention", "activation", "tail", "features", "plan")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +71,7 @@ def frontier_into(
             if watch is not None:
                 watch(point, dense / point.cost)
         result = FrontierResult(dense_ms=dense, measured=prices.layers.measured, points=tuple(found), images=counts)
-        _write(directory, result)
+        write_table(directory, result)
         run.finish(to_json(result))
     return result
 
@@ -100,23 +96,3 @@ def _points(
         found.append(point)
         run.checkpoints.keep({"prices": to_json(prices), "points": [to_json(one) for one in found]})
         yield point
-
-
-def plan_file(found: FrontierResult, number: int) -> str:
-    """Return the file in the run directory that has the plan of a point."""
-    return f"{PLANS}/{number + 1:02d}-{found.speedup(found.points[number]):.2f}x.json"
-
-
-def _write(directory: Path, found: FrontierResult) -> None:
-    """Write the table, and the plan of each point to a file that ``--plan`` takes."""
-    rows = list[dict[str, Any]]()
-    (directory / PLANS).mkdir(exist_ok=True)
-    for number, point in enumerate(found.points):
-        speedup, plan = found.speedup(point), point.plan
-        name = plan_file(found, number)
-        write_text(directory / name, f"{plan.to_json()}\n")
-        left = " ".join(f"{block}:{count}" for block, count in plan.features)
-        kinds: dict[str, str] = {kind: " ".join(map(str, getattr(plan, kind))) for kind in KINDS}
-        numbers = {"speedup": f"{speedup:.4f}", "damage": f"{point.damage:.5g}", "ms": f"{point.cost:.4g}"}
-        rows.append({**numbers, **kinds, "tail": plan.tail, "features": left, "plan": name})
-    write_csv(directory / TABLE, COLUMNS, rows)

@@ -92,6 +92,7 @@ class Marked:
     hint: str
     series: str
     css: str
+    picks: str = ""
 
 
 @dataclass
@@ -150,14 +151,15 @@ class Chart:
         series: str = "",
         x_ends: tuple[float, float] | None = None,
         y_ends: tuple[float, float] | None = None,
+        picks: str = "",
     ) -> None:
-        """Draw one point, and its intervals as a cross of lines."""
+        """Draw one point, and its intervals as a cross of lines; on the page it is a button that ``picks`` a part."""
         drawn: list[Artist] = [self.span(x_ends, (y, y), ERROR)] if x_ends else []
         drawn += [self.span((x, x), y_ends, ERROR)] if y_ends else []
         drawn += self.panel.plot([x], [y], **{**self._style(look), "linestyle": "none"})
         if hint and self.is_page:  # a finger needs more than a small marker
             drawn += self.panel.plot([x], [y], marker="o", markersize=18, alpha=0, linestyle="none")
-        self.mark(hint, *drawn, series=series, css=look.css)
+        self.mark(hint, *drawn, series=series, css=look.css, picks=picks)
 
     def span(self, x: tuple[float, float], y: tuple[float, float], look: Look, label: str = "") -> Artist:
         """Draw a line from corner to corner, as far as it is within the limits: an interval, or an error bar."""
@@ -199,9 +201,9 @@ class Chart:
         """Write ``text`` in the middle of an empty panel."""
         self.panel.text(0.5, 0.5, text, transform=self.panel.transAxes, ha="center", va="center")
 
-    def mark(self, hint: str, *artists: Artist, series: str = "", css: str = "") -> None:
+    def mark(self, hint: str, *artists: Artist, series: str = "", css: str = "", picks: str = "") -> None:
         """Make artists one mark with a ``hint``, its first line as title; they appear and disappear with ``series``."""
-        self.marks.append(Marked(artists, hint, series, css))
+        self.marks.append(Marked(artists, hint, series, css, picks))
 
     def sign(self, label: str, look: Look, series: str = "") -> None:
         """Add an entry to the legend of the page."""
@@ -415,6 +417,9 @@ def _group(marks: Sequence[Marked], parts: Parts, parents: dict[Element, Element
             continue
         home = parents[found[-1]]
         group = Element("g", {"class": "mark", "role": "img"} if mark.hint else {})
+        if mark.picks:
+            group.set("role", "button")
+            group.set("data-picks", mark.picks)
         if mark.css:
             group.set("class", f"{group.get('class', '')} {mark.css}".strip())
         if mark.hint:

@@ -25,17 +25,22 @@ from hetdpt.report.run import RunRecord
 
 def render(records: Sequence[RunRecord], data: Any) -> str:
     """Return the page of one run, or of several; ``data`` is what it offers as JSON."""
-    style, script, names = _file("style.css"), _file("script.js"), tables.labels(records)
-    values = {
-        "title": _page_title(records),
-        "runs": [_view(record, f"run-{number}", names[number]) for number, record in enumerate(records)],
-        "comparison": _comparison(records, names) if len(records) > 1 else None,
-        "data": data,
-        "style": Markup(style),
-        "script": Markup(script),
-        "policy": f"default-src 'none'; img-src data:; style-src '{_sum(style)}'; script-src '{_sum(script)}'",
-    }
-    return _templates().get_template("page.html").render(values)
+    names = tables.labels(records)
+    return fill(
+        "page.html",
+        title=_page_title(records),
+        runs=[_view(record, f"run-{number}", names[number]) for number, record in enumerate(records)],
+        comparison=_comparison(records, names) if len(records) > 1 else None,
+        data=data,
+    )
+
+
+def fill(template: str, **values: Any) -> str:
+    """Return a page: a template that extends ``base.html``, with its ``title``, ``data`` and other values."""
+    style, script = _file("style.css"), _file("script.js")
+    policy = f"default-src 'none'; img-src data:; style-src '{_sum(style)}'; script-src '{_sum(script)}'"
+    found = _templates().get_template(template)
+    return found.render(**values, style=Markup(style), script=Markup(script), policy=policy)
 
 
 @cache

@@ -41,6 +41,8 @@ class Table:
     """The row to emphasise."""
     is_small: bool = False
     """Whether it may be broken to the width of a phone."""
+    picks: tuple[str, ...] = ()
+    """What each row picks on the page: the id of a part that is shown then; empty for rows that are only read."""
 
 
 def before_and_after(measured: MeasureResult, metric: str = "accuracy") -> Table:

@@ -96,6 +96,51 @@
     });
   }
 
+  // Picking a point shows what is known of it; without a script all points are shown.
+  const picked = document.getElementById("picked");
+  const pick = (key) => {
+    const chosen = [...picked.children].find((one) => one.id === key);
+    if (!chosen) return;
+    for (const one of picked.children) one.hidden = one !== chosen;
+    for (const one of all("[data-picks]")) {
+      const isChosen = one.dataset.picks === key;
+      one.classList.toggle("picked", isChosen);
+      if (one.getAttribute("role") === "button") one.setAttribute("aria-pressed", String(isChosen));
+    }
+    reach();
+  };
+  if (picked) {
+    document.addEventListener("click", (event) => {
+      const one = event.target.closest?.("[data-picks]");
+      if (!one) return;
+      const wasInside = picked.contains(one);
+      history.replaceState(null, "", `#${one.dataset.picks}`);
+      pick(one.dataset.picks);
+      if (wasInside) picked.querySelector("article:not([hidden]) [data-picks]").focus({ preventScroll: true });
+    });
+    document.addEventListener("keydown", (event) => {
+      const mark = markOf(event);
+      if (!mark?.dataset.picks || !["Enter", " "].includes(event.key)) return;
+      event.preventDefault();
+      mark.dispatchEvent(new MouseEvent("click", { bubbles: true }));
+    });
+  }
+
+  // A button copies the command beside it; where that is not allowed the command is selected.
+  for (const button of all("[data-copies]")) {
+    button.addEventListener("click", async () => {
+      const code = button.parentElement.querySelector("code");
+      getSelection().selectAllChildren(code);
+      try {
+        await navigator.clipboard.writeText(code.textContent);
+        button.textContent = "Copied";
+      } catch {
+        button.textContent = "Selected";
+      }
+      setTimeout(() => { button.textContent = "Copy"; }, 2000);
+    });
+  }
+
   // What scrolls inside the page can be reached by keyboard.
   const reach = () => {
     for (const box of all(".scroll, pre")) {
@@ -104,14 +149,19 @@
   };
   addEventListener("resize", reach);
   reach();
+  if (picked) {
+    pick(picked.dataset.first);
+    pick(location.hash.slice(1));
+  }
 
   addEventListener("beforeprint", () => { for (const part of all("details.run")) part.open = true; });
 
-  document.getElementById("download").addEventListener("click", () => {
+  const download = document.getElementById("download");
+  download.addEventListener("click", () => {
     const text = JSON.stringify(JSON.parse(document.getElementById("data").textContent), null, 1);
     const link = document.createElement("a");
     link.href = URL.createObjectURL(new Blob([text], { type: "application/json" }));
-    link.download = "report.json";
+    link.download = download.dataset.file;
     link.click();
     setTimeout(() => URL.revokeObjectURL(link.href), 1000);
   });
