@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 class FrontierOptions(ModelOptions, ImageOptions, DeviceOptions, OutputOptions):
     out: Path
-    """Run directory; the same command resumes an interrupted run."""
+    """Run directory; the same command resumes an interrupted run, or shares a running one."""
     speedup: Any = option("FrontierConfig.speedup", least=1)
     moves: Any = option("FrontierConfig.moves")
 
@@ -26,16 +26,15 @@ class FrontierOptions(ModelOptions, ImageOptions, DeviceOptions, OutputOptions):
 def frontier(options: FrontierOptions) -> None:
     """Find the least damage at every speed, by all that can be removed; no labels, no training."""
     from hetdpt.core.modules import find_device
-    from hetdpt.flow.frontier import FrontierConfig, frontier_into
+    from hetdpt.flow.frontier import FrontierConfig, frontier_into, is_begun
     from hetdpt.results import to_json
-    from hetdpt.store.run_directory import Run
 
     config = FrontierConfig(**options.settings("FrontierConfig"))
     source = options.open_source()
     network = options.open_model(options.seed).to(find_device(options.device))
     with options.live() as display:
         batches, judge = options.read(source, network, display.say)
-        if Run(options.out).is_begun:
+        if is_begun(options.out):
             display.say(f"resuming {options.out}")
 
         def watch(point: FrontierPoint, speedup: float) -> None:
@@ -59,7 +58,6 @@ def _print(found: FrontierResult, options: FrontierOptions, wanted: float) -> No
         rows.add_row(times(found.speedup(point)), f"{point.damage:.4g}", *blocks, str(plan.tail or "-"), kept)
     print_(rows)
     click.echo(f"speedups by the times of single layers ({found.measured}); damage on {found.images['judge']} images")
-    click.echo("the damage is that of the model in the search; apply and recover fit the plan again, all at once")
     if not found.points:
         return click.echo("note: nothing can be removed from this model")
     if found.speedup(found.points[-1]) < wanted:

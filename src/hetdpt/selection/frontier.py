@@ -139,6 +139,9 @@ class FrontierSearch:
             plan = self.plan.plus(*(one.move for one in taken))
             plan = without_pointless(plan, self.cost, POINTLESS * self.whole)
             names = tuple(str(one.move) for one in taken)
+            if not _is_possible(plan):
+                taken = taken[: len(taken) // 2]
+                continue
             damage = self._damage_of(plan, ", ".join(names))
             if len(taken) == 1 or damage <= self._expected(taken):
                 break
@@ -162,7 +165,8 @@ class FrontierSearch:
         before = self.cost(self.plan)
         moves = offered(placed(self.dense, self.plan), self.dense, self.kinds)
         gains = {move: before - self.cost(self.plan.plus(move)) for move in moves}
-        gains = {move: gain for move, gain in gains.items() if gain > WORTH * self.whole}
+        is_worth = {move: gain > WORTH * self.whole and _is_possible(self.plan.plus(move)) for move, gain in gains.items()}
+        gains = {move: gain for move, gain in gains.items() if is_worth[move]}
         order = sorted(gains, key=lambda move: self._known.get(_key(move), -inf))
         unknown = sum(_key(move) not in self._known for move in order)
         chosen = {*order[: max(MEASURED, unknown)]}
@@ -194,8 +198,8 @@ class FrontierSearch:
         if self._rounds < LOOK or self._price <= 0:
             return None
         self._rounds = 0
-        offers = {one.plan: one for one in returns(self.plan, self.dense) if one.what not in self._given_back}
-        rough = self._damages_of([*offers.values()], self._put_back)
+        offers = [one for one in returns(self.plan, self.dense) if one.what not in self._given_back]
+        rough = self._damages_of(offers, self._put_back)
         worth = {one: undone for one, found in rough.items() if (undone := self._undone(one, found)) > 1}
         for one in sorted(worth, key=lambda one: -worth[one])[:TRIALS]:
             damage = self._damage_of(one.plan, str(one))
@@ -248,6 +252,14 @@ def frontier_of(points: Iterable[FrontierPoint]) -> tuple[FrontierPoint, ...]:
         if not found or point.damage < found[-1].damage:
             found.append(point)
     return tuple(reversed(found))
+
+
+def _is_possible(plan: Plan) -> bool:
+    """Whether blocks are left that merge tokens, if ``plan`` says so: those with attention before the last one."""
+    assert plan.anatomy is not None
+    left = {*plan.anatomy.attention} - {*plan.attention}
+    stop = min(plan.anatomy.blocks - plan.tail, max(left, default=0))
+    return plan.tokens is None or any(block < stop for block in left)
 
 
 def _key(move: FrontierMove) -> object:
