@@ -192,10 +192,10 @@ def test_what_later_moves_made_worse_is_given_back_once(prices: MovePrices) -> N
     def damage(plan: Plan) -> float:
         """Attention 0 does nothing alone, and harm as soon as an FFN is narrower."""
         others = sum(128 - count for _, count in plan.features)
-        return 1e-3 * others + 5.0 * (others > 0 and 0 in plan.attention) + 10.0 * len({*plan.attention} - {0})
+        return 1e-3 * others + 5.0 * (others > 0 and 0 in plan.attention) + 99.0 * len({*plan.attention} - {0})
 
     search = pretended(search_on(prices, kinds=("attention", "features"), share=0.01), damage)
-    points = [*islice(search.rounds(), 12)]
+    points = [*islice(search.rounds(), 24)]
     assert 0 in points[0].plan.attention
     back = [point for point in points if "attention 0 given back" in point.moves]
     assert len(back) == 1
@@ -212,14 +212,22 @@ def test_moves_that_harm_together_are_not_made_together(prices: MovePrices) -> N
         return 0.01 * sum(128 - count for _, count in plan.features) / 8 + 5.0 * max(len(plan.features) - 1, 0)
 
     words = {"kinds": ("features",), "share": 0.9}
-    assert len(next(iter(pretended(search_on(prices, **words), lambda plan: 0.01 * len(plan.features)).rounds())).moves) > 1
+    assert (
+        len(next(iter(pretended(search_on(prices, **words), lambda plan: 0.01 * len(plan.features)).rounds())).moves)
+        > 1
+    )
     first = next(iter(pretended(search_on(prices, **words), damage).rounds()))
     assert len(first.moves) == 1
     assert first.damage == pytest.approx(0.01)
 
 
 RETURNED = Plan(
-    removal=KEEP, attention=(0, 1), activation=(1,), site_styles=(("attention", 1, "linear"),), features=((0, 100),), tail=2
+    removal=KEEP,
+    attention=(0, 1),
+    activation=(1,),
+    site_styles=(("attention", 1, "linear"),),
+    features=((0, 100),),
+    tail=2,
 )
 
 
@@ -343,7 +351,7 @@ class TestFrontierInto:
             frontier_into(tmp_path / "run", *words, FrontierConfig(speedup=1.3))
 
     def test_it_resumes_after_a_kill(self, tmp_path: Path) -> None:
-        words = (tiny(depth=4), [some()], [some(seed=1)], FrontierConfig(speedup=1.4))
+        words = (tiny(depth=4), [some()], [some(seed=1)], FrontierConfig(speedup=1.8))
         all_of_them, before, after = (list[FrontierPoint]() for _ in range(3))
         whole = frontier_into(tmp_path / "whole", *words, watch=lambda point, _: all_of_them.append(point))
 
@@ -372,7 +380,9 @@ class TestFrontierInto:
 
         monkeypatch.setattr(shared_search, "_measured", noted)
         with ThreadPoolExecutor(2) as pool:  # claims keep out other threads as they do other processes
-            found = [*pool.map(lambda model: frontier_into(tmp_path / "run", model, *words), [tiny(depth=4), tiny(depth=4)])]
+            found = [
+                *pool.map(lambda model: frontier_into(tmp_path / "run", model, *words), [tiny(depth=4), tiny(depth=4)])
+            ]
         assert found == [whole, whole]
         assert sorted(f"{name}.json" for name in measured) == sorted(
             file.name for file in (tmp_path / "run" / "damages").iterdir()

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from hetdpt.core.progress import StageProgress
 from hetdpt.flow.execution import Execution

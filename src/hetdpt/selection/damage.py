@@ -284,7 +284,6 @@ class DenseOutputs:
                     tell(done / in_all)
         return {site: damage.value for site, damage in found.items()}
 
-
     @torch.no_grad()
     def damage(self, changed: nn.Module) -> float:
         """Return the damage of one model."""

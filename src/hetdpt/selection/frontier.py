@@ -22,7 +22,7 @@ from hetdpt.core.plan import FewerFeatures, FewerTokens, FrontierMove, Plan, Rem
 from hetdpt.reduce.apply import Refits, placed
 from hetdpt.results import FrontierPoint
 from hetdpt.selection.damage import PURPOSE, Cost, DenseOutputs
-from hetdpt.selection.moves import MOVES, kind_of, offered, variants
+from hetdpt.selection.moves import MOVES, Batches, kind_of, offered, variants
 from hetdpt.selection.returns import Return, put_back, returns, without_pointless
 from hetdpt.surgery.record import require_record
 from hetdpt.surgery.remove import ready_for
@@ -54,7 +54,7 @@ class DamageJob:
 
 
 Change = TypeVar("Change", FrontierMove, Return)
-Variants = Callable[[nn.Module, Iterable[Change], Iterable[Tensor]], dict[Change, nn.Module]]
+Variants = Callable[[nn.Module, Iterable[Change], Batches], dict[Change, nn.Module]]
 """Returns a copy of a model with each of some changes, fitted on images."""
 Measure = Callable[[Sequence[DamageJob]], list[list[float]]]
 """Returns the damages of jobs, measured now or before, by this or by another process."""
@@ -82,8 +82,8 @@ class TriedMove:
 class FrontierSearch:
     """Plans of more and more moves, each with the damage of the model that ``apply_`` makes of it.
 
-    Decisions depend on costs and on measured damages alone, and the model of a plan on the plan alone. So a search whose
-    damages are kept (``measure``) takes the same way again, without measuring, and several processes can share one.
+    Decisions depend on costs and measured damages alone, and the model of a plan on the plan alone. So a search whose
+    damages are kept (``measure``) repeats itself without measuring, and several processes can share one.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class FrontierSearch:
             yield point
 
     def _round(self) -> FrontierPoint | None:
-        """Make the best moves: all of them or, if together they do much more damage than one by one, the better half."""
+        """Make the best moves, or the better half of them while together they do much more damage than one by one."""
         taken = self._best(self._tried())
         while taken:
             plan = self.plan.plus(*(one.move for one in taken))
@@ -164,9 +164,8 @@ class FrontierSearch:
         """Return the most promising moves with the damage that each would add now."""
         before = self.cost(self.plan)
         moves = offered(placed(self.dense, self.plan), self.dense, self.kinds)
-        gains = {move: before - self.cost(self.plan.plus(move)) for move in moves}
-        is_worth = {move: gain > WORTH * self.whole and _is_possible(self.plan.plus(move)) for move, gain in gains.items()}
-        gains = {move: gain for move, gain in gains.items() if is_worth[move]}
+        plans = {move: plan for move in moves if _is_possible(plan := self.plan.plus(move))}
+        gains = {move: gain for move, plan in plans.items() if (gain := before - self.cost(plan)) > WORTH * self.whole}
         order = sorted(gains, key=lambda move: self._known.get(_key(move), -inf))
         unknown = sum(_key(move) not in self._known for move in order)
         chosen = {*order[: max(MEASURED, unknown)]}
@@ -213,7 +212,7 @@ class FrontierSearch:
         undone, cost = self.damage - damage, self.cost(one.plan) - self.cost(self.plan)
         return undone / max(self._price * cost, sys.float_info.min) if undone > 0 else 0.0
 
-    def _put_back(self, current: nn.Module, offers: Iterable[Return], images: Iterable[Tensor]) -> dict[Return, nn.Module]:
+    def _put_back(self, current: nn.Module, offers: Iterable[Return], images: Batches) -> dict[Return, nn.Module]:
         return {one: put_back(current, self.dense, one.plan, images) for one in offers}
 
     def _damages_of(self, changes: list[Change], make: Variants[Change]) -> dict[Change, float]:

@@ -109,7 +109,7 @@ def put_back(current: nn.Module, dense: nn.Module, plan: Plan, batches: Iterable
 
 
 def _share_values_(model: nn.Module, current: nn.Module) -> None:
-    """Let ``model`` have the tensors of ``current`` at equal names, unless a layer that it gives back scales by them."""
+    """Let ``model`` have the tensors of ``current`` at equal names, but those that scale a layer it gives back."""
     removed, now = require_record(model).plan, require_record(current)
     given_back = [handle for handle in now.removed if not removed.removes(handle.site)]
     own = {name for handle in given_back for name in (handle.parts.parameters if handle.parts else ())}

@@ -72,7 +72,7 @@ def watching(model: nn.Module, paths: Iterable[str], inputs: Inputs) -> Iterator
 
 @torch.no_grad()
 def inputs_of(model: nn.Module, paths: Iterable[str], batches: Iterable[Tensor], purpose: str) -> Inputs:
-    """Return the inputs of the linear layers at ``paths``, from one pass over the images that ends with these layers."""
+    """Return the moments of what the linear layers at ``paths`` get, from one pass that ends with the last of them."""
     inputs, wanted, left = Inputs(), dict.fromkeys(paths), set[str]()
 
     def end(path: str, *_: Any) -> None:
