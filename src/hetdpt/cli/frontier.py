@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 class FrontierOptions(ModelOptions, ImageOptions, DeviceOptions, OutputOptions):
     out: Path
-    """Run directory; the same command resumes an interrupted run."""
+    """Run directory; the same command resumes an interrupted run, or shares a running one."""
     speedup: Any = option("FrontierConfig.speedup", least=1)
     moves: Any = option("FrontierConfig.moves")
     accuracy_images: int = option(least=0, default=1000, panel="Data")
@@ -69,10 +69,9 @@ def _words(given: dict[str, Any]) -> list[str]:
 def frontier(options: FrontierOptions) -> None:
     """Find the least damage at every speed, by all that can be removed; no labels, no training."""
     from hetdpt.core.modules import find_device
-    from hetdpt.flow.frontier import FrontierConfig, frontier_into
+    from hetdpt.flow.frontier import FrontierConfig, frontier_into, is_begun
     from hetdpt.flow.frontier_accuracy import with_accuracy
     from hetdpt.report.frontier import values_of, write_frontier
-    from hetdpt.store.run_directory import Run
 
     config = FrontierConfig(**options.settings("FrontierConfig"))
     source = options.open_source()
@@ -80,7 +79,7 @@ def frontier(options: FrontierOptions) -> None:
     with options.live() as display:
         batches, judge = options.read(source, network, display.say)
         validation = options.open_validation(network, display)
-        if Run(options.out).is_begun:
+        if is_begun(options.out):
             display.say(f"resuming {options.out}")
 
         def watch(point: FrontierPoint, speedup: float) -> None:
@@ -116,7 +115,6 @@ def _print(found: FrontierResult, options: FrontierOptions, wanted: float) -> No
         rows.add_row(speed, f"{point.damage:.4g}", *accuracy, *blocks, str(plan.tail or "-"), kept, tokens)
     print_(rows)
     click.echo(f"speedups by the times of single layers ({found.measured}); damage on {found.images['judge']} images")
-    click.echo("the damage is that of the model in the search; apply and recover fit the plan again, all at once")
     if dense:
         images = f"{dense.count:,} validation images, dense {percent(dense.top1)}"
         click.echo(f"the accuracy is that of the model that apply saves, on {images}")

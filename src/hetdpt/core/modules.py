@@ -156,6 +156,30 @@ class Peeked:
             yield images
 
 
+class Held:
+    """Batches that stay in memory after their first pass, unless they take more than ``memory`` bytes."""
+
+    def __init__(self, batches: Iterable[Tensor], memory: int = 1 << 29) -> None:
+        self.batches, self.memory = batches, memory
+        self.held: list[Tensor] | None = None
+
+    def __length_hint__(self) -> int:
+        return length_hint(self.batches)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        if self.held is not None:
+            yield from self.held
+            return
+        held, room = list[Tensor](), self.memory
+        for images in self.batches:
+            room -= images.nbytes if isinstance(images, Tensor) else 0
+            held.append(images)
+            if room < 0:
+                held.clear()
+            yield images
+        self.held = held if room >= 0 else None
+
+
 def is_once(batches: Iterable[Tensor]) -> bool:
     """Whether ``batches`` can be read only once; they are not opened to find out."""
     return batches.is_once if isinstance(batches, Peeked) else isinstance(batches, Iterator)

@@ -1,27 +1,27 @@
 """The frontier of a model: the least damage at every speed, from one search over all moves. No labels, no training.
 
-The directory is that of a run: after a kill, the same call resumes with the round that was interrupted.
+The directory is that of a run: after a kill, the same call resumes with the damages that are not measured yet.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from torch import Tensor, nn
 
 from hetdpt.core.errors import PlanError
-from hetdpt.core.plan import Removal
 from hetdpt.core.progress import StageProgress
 from hetdpt.flow.oneshot import ImagesSeen, asked_of
+from hetdpt.flow.shared_search import SharedDamages, shared_prices
 from hetdpt.report.frontier import write_table
 from hetdpt.results import FrontierPoint, FrontierResult, from_json, to_json
-from hetdpt.selection.frontier import FrontierSearch
-from hetdpt.selection.move_prices import MovePrices, measure_move_prices
+from hetdpt.selection.frontier import FrontierSearch, frontier_of
+from hetdpt.selection.move_prices import measure_move_prices
 from hetdpt.selection.moves import MOVES
-from hetdpt.store.run_directory import Run
-from hetdpt.surgery.record import InputSize
+from hetdpt.store.run_directory import RUN, Run, share
 from hetdpt.surgery.remove import settled_removal
 
 
@@ -54,45 +54,33 @@ def frontier_into(
 ) -> FrontierResult:
     """Search for the least damage at every speed up to that of ``config``; write plans and a table to ``directory``.
 
-    Everything is fitted on ``batches``; damage is measured on ``judge``. ``watch`` is called with every new point and
-    its speedup.
+    Everything is fitted on ``batches``; damage is measured on ``judge``. Several processes may share one ``directory``
+    that all of them see: they measure the damages of a round together. ``watch`` is called with every new point and its
+    speedup, also those that later ones make pointless.
     """
     config = config or FrontierConfig()
     seen = {"fit": ImagesSeen.of(batches, model), "judge": ImagesSeen.of(judge, model)}
-    run = Run.open(directory, {**asked_of(model, seen), "speedup": config.speedup, "moves": [*config.moves]})
+    share(directory, {**asked_of(model, seen), "speedup": config.speedup, "moves": [*config.moves]})
+    run = Run(directory)
     if run.summary is not None:
         return from_json(FrontierResult, run.summary, directory)
-    with run.alone():
-        removal = settled_removal(model, "calibrated", "auto", seen["fit"].size)
-        prices, found = _begin(run, model, removal, seen["fit"].size, progress)
-        dense, counts = prices.ms(), {name: one.count for name, one in seen.items()}
-        search = FrontierSearch(model, batches, judge, prices.ms, removal=removal, kinds=config.moves)
-        for point in _points(run, search, prices, found, dense / config.speedup):
-            if watch is not None:
-                watch(point, dense / point.cost)
-        result = FrontierResult(dense_ms=dense, measured=prices.layers.measured, points=tuple(found), images=counts)
-        write_table(directory, result)
-        run.finish(to_json(result))
+    size, counts = seen["fit"].size, {name: one.count for name, one in seen.items()}
+    removal = settled_removal(model, "calibrated", "auto", size)
+    timed = partial(measure_move_prices, model, removal=removal, input_size=size, progress=progress)
+    prices, measure = shared_prices(directory, timed, progress), SharedDamages(directory, progress)
+    dense, found = prices.ms(), list[FrontierPoint]()
+    search = FrontierSearch(model, batches, judge, prices.ms, removal=removal, kinds=config.moves, measure=measure)
+    for point in search.rounds(dense / config.speedup):
+        found.append(point)
+        if watch is not None and not measure.is_behind:
+            watch(point, dense / point.cost)
+    points = frontier_of(found)
+    result = FrontierResult(dense_ms=dense, measured=prices.layers.measured, points=points, images=counts)
+    write_table(directory, result)
+    run.finish(to_json(result))
     return result
 
 
-def _begin(
-    run: Run, model: nn.Module, removal: Removal, size: InputSize, progress: StageProgress | None
-) -> tuple[MovePrices, list[FrontierPoint]]:
-    """Return the prices and the points so far: those of an interrupted run, or new prices and no points."""
-    file = run.directory / "checkpoints"
-    if (state := run.checkpoints.latest()) is not None:
-        return from_json(MovePrices, state["prices"], file), from_json(list[FrontierPoint], state["points"], file)
-    return measure_move_prices(model, removal=removal, input_size=size, progress=progress), []
-
-
-def _points(
-    run: Run, search: FrontierSearch, prices: MovePrices, found: list[FrontierPoint], least: float
-) -> Iterator[FrontierPoint]:
-    """Yield the points that are not in ``found`` yet; each is kept before the next round begins."""
-    if found:
-        search.resume(found[-1])
-    for point in search.rounds(least):
-        found.append(point)
-        run.checkpoints.keep({"prices": to_json(prices), "points": [to_json(one) for one in found]})
-        yield point
+def is_begun(directory: Path) -> bool:
+    """Whether there is a search in ``directory`` that the same call resumes or joins."""
+    return (directory / RUN).is_file()

@@ -5,16 +5,16 @@ Chooses nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import replace
 
 from torch import Tensor, nn
 
 from hetdpt.core.modules import Peeked, clone, require_more_than_once
-from hetdpt.core.plan import Plan
+from hetdpt.core.plan import FewerFeatures, Plan
 from hetdpt.core.progress import StepProgress
 from hetdpt.reduce.tokens.reduce import reduce_tokens_
-from hetdpt.reduce.width.features import PURPOSE, narrow_features_, require_features
+from hetdpt.reduce.width.features import PURPOSE, cut_features_, feature_counts, narrow_features_, require_features
 from hetdpt.surgery.calibrate import remove_
 from hetdpt.surgery.fit_tail import fit_tail_
 from hetdpt.surgery.record import InputSize, record_of
@@ -44,7 +44,56 @@ def apply_(
 
 def require_applicable(model: nn.Module, plan: Plan, input_size: InputSize | None = None) -> None:
     """Raise ``PlanError`` if ``plan`` cannot be applied to ``model``, which is not changed."""
-    placed = place_(clone(model), replace(plan, features=(), tokens=None, fits=()), input_size)
-    require_features(placed, dict(plan.features))
-    if plan.tokens:
-        reduce_tokens_(placed, plan.tokens)
+    placed(model, plan, input_size)
+
+
+def placed(model: nn.Module, plan: Plan, input_size: InputSize | None = None) -> nn.Module:
+    """Return a copy of ``model`` with the modules that ``apply_`` would leave, in which nothing is fitted."""
+    found = place_(clone(model), replace(plan, features=(), tokens=None, fits=()), input_size)
+    require_features(found, dict(plan.features))
+    there = feature_counts(found)
+    for block, count in plan.features:
+        if count < there[block]:
+            cut_features_(found, FewerFeatures(block, count))
+    return reduce_tokens_(found, plan.tokens) if plan.tokens else found
+
+
+class Refits:
+    """The models that ``apply_`` makes of ``dense``, for one plan after another.
+
+    What a plan has in common with the one or two before it is not fitted again: its layers, if all of them are the
+    same, and then the narrower blocks up to the first that differs. The models are bit-equal to those of ``apply_``.
+
+    ``dense`` has a record, and is not changed.
+    """
+
+    def __init__(self, dense: nn.Module, batches: Iterable[Tensor]) -> None:
+        self.dense, self.batches = dense, batches
+        self._latest: dict[Hashable, nn.Module] = {}
+        self._earlier: dict[Hashable, nn.Module] = {}
+
+    def __call__(self, plan: Plan) -> nn.Module:
+        """Return the model of ``plan``, which is not to be changed."""
+        known, self._earlier = {**self._earlier, **self._latest}, self._latest
+        self._latest = {}
+        layers = replace(plan, features=(), tokens=None)
+        found = self._keep(layers, known) or self._put(layers, apply_(clone(self.dense), layers, self.batches))
+        for end in range(1, len(plan.features) + 1):
+            part = replace(layers, features=plan.features[:end])
+            narrower = self._keep(part, known)
+            found = narrower or self._put(part, narrow_features_(clone(found), dict(part.features[-1:]), self.batches))
+        return self._keep(whole := ("whole", plan), known) or self._put(whole, self._finished(found, plan))
+
+    def _finished(self, model: nn.Module, plan: Plan) -> nn.Module:
+        """Return ``model`` with what follows when all layers and blocks are done."""
+        found = fit_tail_(clone(model), self.batches) if plan.features else clone(model)
+        return reduce_tokens_(found, plan.tokens) if plan.tokens else found
+
+    def _keep(self, part: Hashable, known: Mapping[Hashable, nn.Module]) -> nn.Module | None:
+        if part in known:
+            self._latest[part] = known[part]
+        return known.get(part)
+
+    def _put(self, part: Hashable, model: nn.Module) -> nn.Module:
+        self._latest[part] = model
+        return model

@@ -273,8 +273,7 @@ class DenseOutputs:
         found = {site: Damage.to(self.model) for site in variants}
         done, in_all = fits, fits + len(self.answers) * (1 + len(variants))
         scan: CachedVariants[Made] | None = None
-        stream = checked(self.images, self.model, PURPOSE)
-        for dense, mark, images in zip(self.answers, self.marks, stream, strict=True):
+        for dense, mark, images in zip(self.answers, self.marks, self._stream(), strict=True):
             _require_same(mark, images)
             with memory_advice(f"{len(images)} images at once do not fit in memory; give smaller batches or memory=0"):
                 scan = scan or CachedVariants(current, variants, Probe(), images, self.memory)
@@ -284,6 +283,18 @@ class DenseOutputs:
                     done += 1
                     tell(done / in_all)
         return {site: damage.value for site, damage in found.items()}
+
+    @torch.no_grad()
+    def damage(self, changed: nn.Module) -> float:
+        """Return the damage of one model."""
+        found, model = Damage.to(self.model), clone(changed).eval()
+        for dense, mark, images in zip(self.answers, self.marks, self._stream(), strict=True):
+            _require_same(mark, images)
+            found.add(dense, Probe()(model, images))
+        return found.value
+
+    def _stream(self) -> Iterator[Tensor]:
+        return checked(self.images, self.model, PURPOSE)
 
 
 def _mark(images: Tensor) -> Tensor:

@@ -1,34 +1,68 @@
 """One search over all moves: what is the least damage at every speed? No labels, no training.
 
 In every round the moves that do the least damage for what they save are made and fitted, until a few percent of the
-dense model's cost are saved; then what is left is measured again. So one search gives a plan for every speed.
+dense model's cost are saved; then what is left is measured again. Now and then something is given back that by now does
+more damage for what it saves than other moves would. So one search gives a plan for every speed. No files here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from itertools import chain
 from math import inf, isfinite
+from typing import TypeVar
 
-import torch
 from torch import Tensor, nn
 
-from hetdpt.core.modules import Peeked, clone, require_more_than_once
+from hetdpt.core.modules import Held, Peeked, require_more_than_once
 from hetdpt.core.plan import FewerFeatures, FewerTokens, FrontierMove, Plan, Removal, Styled, Tail
-from hetdpt.measurement.agreement import measure_damage
-from hetdpt.reduce.apply import apply_
-from hetdpt.reduce.tokens.reduce import restore_tokens_
+from hetdpt.reduce.apply import Refits, placed
 from hetdpt.results import FrontierPoint
 from hetdpt.selection.damage import PURPOSE, Cost, DenseOutputs
-from hetdpt.selection.moves import MOVES, kind_of, offered, variants
+from hetdpt.selection.moves import MOVES, Batches, kind_of, offered, variants
+from hetdpt.selection.returns import Return, put_back, returns, without_pointless
 from hetdpt.surgery.record import require_record
 from hetdpt.surgery.remove import ready_for
 from hetdpt.surgery.tail import trim_to_class_token_
 
-SHARE = 0.03  # of the dense model's cost is saved in a round
-MEASURED = 14  # moves whose damage is measured again in a round, the most promising ones
+SHARE = 0.04  # of the dense model's cost is saved in a round
+MEASURED = 12  # moves whose damage is measured again in a round, the most promising ones
+GROUP = 6  # of them are measured by one process
 WORTH = 1e-3  # of the dense model's cost, a move saves at least
 WORSE = 2.0  # times the damage per cost of the best move, others of the same round may have
+EXCESS = 0.5  # of what moves add to the damage one by one, they may add more together
+NOISE = 0.05  # of the damage, by which that of a plan may differ anyway, as it is fitted anew
+POINTLESS = 1e-5  # of the dense model's cost; what saves less is given back at once
+LOOK = 4  # rounds from one look at what can be given back to the next
+TRIALS = 2  # returns that are tried then, the most promising ones
+MARGIN = 1.25  # times the price of the latest round, what is given back undoes at least
+
+
+@dataclass(frozen=True)
+class DamageJob:
+    """Damages that one process measures at once."""
+
+    name: str
+    """The same in every search of the same settings."""
+    subjects: tuple[str, ...]
+    """What each damage is of."""
+    run: Callable[[], list[float]]
+    """Measures them."""
+
+
+Change = TypeVar("Change", FrontierMove, Return)
+Variants = Callable[[nn.Module, Iterable[Change], Batches], dict[Change, nn.Module]]
+"""Returns a copy of a model with each of some changes, fitted on images."""
+Measure = Callable[[Sequence[DamageJob]], list[list[float]]]
+"""Returns the damages of jobs, measured now or before, by this or by another process."""
+
+
+def measure_now(jobs: Sequence[DamageJob]) -> list[list[float]]:
+    """Return the damages of ``jobs``, measured one after another."""
+    return [job.run() for job in jobs]
 
 
 @dataclass(frozen=True)
@@ -46,7 +80,11 @@ class TriedMove:
 
 
 class FrontierSearch:
-    """Moves made so far on a copy of ``model``, and the damage that others would do."""
+    """Plans of more and more moves, each with the damage of the model that ``apply_`` makes of it.
+
+    Decisions depend on costs and measured damages alone, and the model of a plan on the plan alone. So a search whose
+    damages are kept (``measure``) repeats itself without measuring, and several processes can share one.
+    """
 
     def __init__(
         self,
@@ -58,72 +96,169 @@ class FrontierSearch:
         removal: Removal = "calibrated",
         kinds: Sequence[str] = tuple(MOVES),
         share: float = SHARE,
+        measure: Measure = measure_now,
     ) -> None:
         for images in (batches, judge):
             require_more_than_once(images, "in every round")
-        self.images, self.judge, self.cost = Peeked(batches, model, PURPOSE), judge, cost
-        self.kinds, self.share = kinds, share
+        self.cost, self.kinds, self.share, self.measure = cost, kinds, share, measure
+        self.images, self.judge = Peeked(Held(batches), model, PURPOSE), Held(judge)
         self.dense = trim_to_class_token_(ready_for(self.images.first, model, removal))
         record = require_record(self.dense)
         self.plan = Plan(removal=record.plan.removal, anatomy=record.survey.anatomy)
         self.whole, self.damage = cost(self.plan), 0.0
-        self.current = clone(self.dense)
-        self.outputs = DenseOutputs(self.dense, judge)
+        self.fitted = Refits(self.dense, self.images)
+        self._price = 0.0
+        """Damage for what was saved in the latest round."""
         self._known: dict[object, float] = {}
         """The damage for what is saved of each kind of move in each block, as measured last."""
+        self._given_back = set[str]()
+        self._number = self._rounds = 0
+
+    @cached_property
+    def outputs(self) -> DenseOutputs:
+        """The outputs of the dense model for the images of ``judge``."""
+        return DenseOutputs(self.dense, self.judge)
 
     def resume(self, point: FrontierPoint) -> None:
-        """Continue from the last point of an earlier search, whose plan is fitted again."""
-        self.plan, self.current = point.plan, apply_(clone(self.dense), point.plan, self.images)
-        self.damage = measure_damage(self.dense, self.current, self.judge)
+        """Continue from a point of an earlier search whose damages were not kept."""
+        self.plan, self.damage = point.plan, point.damage
 
     def rounds(self, least: float = 0.0) -> Iterator[FrontierPoint]:
-        """Yield a point after every round until a plan costs ``least``, or nothing is left to remove."""
-        while self.cost(self.plan) > least:
-            taken = self._best(self._tried())
-            if not taken:
-                return
-            self._take(taken)
-            yield FrontierPoint(self.plan, self.damage, self.cost(self.plan), tuple(map(str, taken)))
+        """Yield a point after every round until a plan costs ``least``, or nothing is left to remove.
+
+        A round that gives something back yields a point that is slower than the one before; ``frontier_of`` leaves out
+        the points that others make pointless.
+        """
+        while self.cost(self.plan) > least and (point := self._look_back() or self._round()):
+            yield point
+
+    def _round(self) -> FrontierPoint | None:
+        """Make the best moves, or the better half of them while together they do much more damage than one by one."""
+        taken = self._best(self._tried())
+        while taken:
+            plan = self.plan.plus(*(one.move for one in taken))
+            plan = without_pointless(plan, self.cost, POINTLESS * self.whole)
+            names = tuple(str(one.move) for one in taken)
+            if not _is_possible(plan):
+                taken = taken[: len(taken) // 2]
+                continue
+            damage = self._damage_of(plan, ", ".join(names))
+            if len(taken) == 1 or damage <= self._expected(taken):
+                break
+            taken = taken[: len(taken) // 2]
+        if not taken or not isfinite(damage):
+            return None
+        self._price = (damage - self.damage) / (self.cost(self.plan) - self.cost(plan))
+        self._rounds += 1
+        return self._move_to(plan, damage, names)
+
+    def _expected(self, taken: list[TriedMove]) -> float:
+        """Return the damage up to which moves are made together."""
+        return (1 + NOISE) * self.damage + (1 + EXCESS) * sum(one.damage for one in taken)
+
+    def _move_to(self, plan: Plan, damage: float, names: tuple[str, ...]) -> FrontierPoint:
+        self.plan, self.damage = plan, damage
+        return FrontierPoint(plan, damage, self.cost(plan), names)
 
     def _tried(self) -> list[TriedMove]:
         """Return the most promising moves with the damage that each would add now."""
         before = self.cost(self.plan)
-        gains = {m: before - self.cost(self.plan.plus(m)) for m in offered(self.current, self.dense, self.kinds)}
-        gains = {move: gain for move, gain in gains.items() if gain > WORTH * self.whole}
+        moves = offered(placed(self.dense, self.plan), self.dense, self.kinds)
+        plans = {move: plan for move in moves if _is_possible(plan := self.plan.plus(move))}
+        gains = {move: gain for move, plan in plans.items() if (gain := before - self.cost(plan)) > WORTH * self.whole}
         order = sorted(gains, key=lambda move: self._known.get(_key(move), -inf))
         unknown = sum(_key(move) not in self._known for move in order)
-        chosen = order[: max(MEASURED, unknown)]
-        models = variants(self.current, chosen, self.images)
-        damages = self.outputs.damages(self.current, models)
-        finite = [move for move in chosen if isfinite(damages[move])]
-        found = [TriedMove(move, gains[move], max(damages[move] - self.damage, 0.0)) for move in finite]
+        chosen = {*order[: max(MEASURED, unknown)]}
+        damages = self._damages_of([move for move in gains if move in chosen], variants)
+        found = [TriedMove(move, gains[move], max(one - self.damage, 0.0)) for move, one in damages.items()]
         self._known |= {_key(one.move): one.ratio for one in found}
-        return found
+        return [one for one in found if isfinite(one.damage)]
 
-    def _best(self, tried: list[TriedMove]) -> list[FrontierMove]:
+    def _best(self, tried: list[TriedMove]) -> list[TriedMove]:
         """Return the moves of this round: those with the least damage for what they save, one in a branch."""
-        taken, saved, branches = list[FrontierMove](), 0.0, set[object]()
+        taken, saved, branches = list[TriedMove](), 0.0, set[object]()
         order = sorted(tried, key=lambda one: one.ratio)
         for one in order:
             if saved >= self.share * self.whole or (taken and one.ratio > WORSE * order[0].ratio):
                 break
             if _branch(one.move) not in branches:
-                taken.append(one.move)
+                taken.append(one)
                 branches.add(_branch(one.move))
                 saved += one.gain
             if isinstance(one.move, Tail | FewerTokens):  # it changes what all others save
                 break
         return taken
 
-    @torch.no_grad()
-    def _take(self, taken: list[FrontierMove]) -> None:
-        """Make these moves, which fits a tail again, and measure the damage of all that was made so far."""
-        more = Plan(removal=self.plan.removal).plus(*taken)
-        self.plan = self.plan.plus(*taken)
-        more = replace(more, tokens=self.plan.tokens)
-        self.current = apply_(restore_tokens_(self.current), more, self.images)
-        self.damage = measure_damage(self.dense, self.current, self.judge)
+    def _look_back(self) -> FrontierPoint | None:
+        """Give back what undoes more damage for its cost than the latest round did for what it saved, if there is such.
+
+        It is looked for in every ``LOOK``-th round; no layer, block or tail is given back twice.
+        """
+        if self._rounds < LOOK or self._price <= 0:
+            return None
+        self._rounds = 0
+        offers = [one for one in returns(self.plan, self.dense) if one.what not in self._given_back]
+        rough = self._damages_of(offers, self._put_back)
+        worth = {one: undone for one, found in rough.items() if (undone := self._undone(one, found)) > 1}
+        for one in sorted(worth, key=lambda one: -worth[one])[:TRIALS]:
+            damage = self._damage_of(one.plan, str(one))
+            if self._undone(one, damage) > MARGIN:
+                self._given_back.add(one.what)
+                return self._move_to(one.plan, damage, (str(one),))
+        return None
+
+    def _undone(self, one: Return, damage: float) -> float:
+        """Return how much damage a return undoes for its cost, in prices of the latest round."""
+        undone, cost = self.damage - damage, self.cost(one.plan) - self.cost(self.plan)
+        return undone / max(self._price * cost, sys.float_info.min) if undone > 0 else 0.0
+
+    def _put_back(self, current: nn.Module, offers: Iterable[Return], images: Batches) -> dict[Return, nn.Module]:
+        return {one: put_back(current, self.dense, one.plan, images) for one in offers}
+
+    def _damages_of(self, changes: list[Change], make: Variants[Change]) -> dict[Change, float]:
+        """Return the damage of the current model with each of some changes."""
+
+        def run(group: list[Change]) -> list[float]:
+            current = self.fitted(self.plan)
+            found = self.outputs.damages(current, make(current, group, self.images))
+            return [found[change] for change in group]
+
+        self._number += 1
+        groups = [changes[start : start + GROUP] for start in range(0, len(changes), GROUP)]
+        jobs = [
+            DamageJob(f"{self._number:04d}-{number}", tuple(map(str, group)), partial(run, group))
+            for number, group in enumerate(groups, 1)
+        ]
+        return dict(zip(changes, chain.from_iterable(self.measure(jobs)), strict=True))
+
+    def _damage_of(self, plan: Plan, what: str) -> float:
+        """Return the damage of the model of ``plan``, which ``what`` names."""
+        self._number += 1
+        job = DamageJob(f"{self._number:04d}-plan", (what,), lambda: [self.outputs.damage(self.fitted(plan))])
+        [[damage]] = self.measure([job])
+        return damage
+
+
+def frontier_of(points: Iterable[FrontierPoint]) -> tuple[FrontierPoint, ...]:
+    """Return the points that no other one makes pointless by at most its damage at at most its cost, slowest first.
+
+    >>> points = [FrontierPoint(Plan(), *numbers) for numbers in [(0.1, 9.0), (0.3, 8.0), (0.2, 7.0), (0.5, 7.5)]]
+    >>> [(point.damage, point.cost) for point in frontier_of(points)]
+    [(0.1, 9.0), (0.2, 7.0)]
+    """
+    found = list[FrontierPoint]()
+    for point in sorted(points, key=lambda point: (point.cost, point.damage)):
+        if not found or point.damage < found[-1].damage:
+            found.append(point)
+    return tuple(reversed(found))
+
+
+def _is_possible(plan: Plan) -> bool:
+    """Whether blocks are left that merge tokens, if ``plan`` says so: those with attention before the last one."""
+    assert plan.anatomy is not None
+    left = {*plan.anatomy.attention} - {*plan.attention}
+    stop = min(plan.anatomy.blocks - plan.tail, max(left, default=0))
+    return plan.tokens is None or any(block < stop for block in left)
 
 
 def _key(move: FrontierMove) -> object:

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from hetdpt.adapters.ffn import Ffn
 from hetdpt.core.errors import PlanError
-from hetdpt.core.modules import checked, clone, evaluating
+from hetdpt.core.modules import clone
 from hetdpt.core.plan import FewerFeatures
 from hetdpt.core.surgeon import order_removals
-from hetdpt.reduce.width.refit import InputMoments, Inputs, refit_, watching
+from hetdpt.reduce.width.refit import InputMoments, inputs_of, refit_
 from hetdpt.reduce.width.shapes import WidthCut, cut_, mark_narrowed_
 from hetdpt.surgery.record import RECORD, require_record
 
@@ -48,14 +48,11 @@ def _layer(model: nn.Module, path: str) -> nn.Linear:
     return layer
 
 
-@torch.no_grad()
 def feature_moments(model: nn.Module, blocks: Iterable[int], batches: Iterable[Tensor]) -> dict[int, InputMoments]:
     """Return the moments of the hidden features of ``blocks``, from one pass over the images."""
-    ffns, inputs = _ffns(model), Inputs()
+    ffns = _ffns(model)
     paths = {block: ffns[block].second for block in blocks}
-    with evaluating(model), watching(model, paths.values(), inputs):
-        for images in checked(batches, model, PURPOSE):
-            model(images)
+    inputs = inputs_of(model, paths.values(), batches, PURPOSE)
     return {block: inputs[path] for block, path in paths.items()}
 
 

@@ -7,7 +7,7 @@ to W_k, b. It is found in closed form from the moments of x in the model before 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from hetdpt.core.errors import ModelError
 from hetdpt.core.fold import Moments, exact, fit_linear
-from hetdpt.surgery.calibrate import FLOOR
+from hetdpt.core.modules import checked, evaluating
+from hetdpt.surgery.calibrate import FLOOR, EnoughError
 
 FOLDS = 2  # parts of the images, each held out once to choose the ridge
 
@@ -67,6 +68,26 @@ def watching(model: nn.Module, paths: Iterable[str], inputs: Inputs) -> Iterator
         for path in paths:
             stack.enter_context(model.get_submodule(path).register_forward_hook(partial(_add, path, inputs)))
         yield
+
+
+@torch.no_grad()
+def inputs_of(model: nn.Module, paths: Iterable[str], batches: Iterable[Tensor], purpose: str) -> Inputs:
+    """Return the moments of what the linear layers at ``paths`` get, from one pass that ends with the last of them."""
+    inputs, wanted, left = Inputs(), dict.fromkeys(paths), set[str]()
+
+    def end(path: str, *_: Any) -> None:
+        left.discard(path)
+        if not left:
+            raise EnoughError
+
+    with evaluating(model), watching(model, wanted, inputs), ExitStack() as stack:
+        for path in wanted:
+            stack.enter_context(model.get_submodule(path).register_forward_hook(partial(end, path)))
+        for images in checked(batches, model, purpose):
+            left.update(wanted)
+            with suppress(EnoughError):
+                model(images)
+    return inputs
 
 
 def _add(path: str, inputs: Inputs, _: nn.Module, args: Any, output: Tensor) -> None:

@@ -1,0 +1,120 @@
+"""What a plan can give back of what it removes, one thing at a time, and what each would do, roughly.
+
+Which of them is given back is decided by ``selection.frontier``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from hetdpt.core.plan import KINDS, Kind, Plan
+from hetdpt.reduce.apply import placed
+from hetdpt.reduce.tokens.reduce import reduce_tokens_
+from hetdpt.reduce.width.features import feature_counts, narrow_features_
+from hetdpt.selection.damage import Cost
+from hetdpt.selection.moves import chunk_of
+from hetdpt.surgery.fit_tail import fit_tail_
+from hetdpt.surgery.record import require_record
+
+
+@dataclass(frozen=True)
+class Return:
+    """One thing that a plan gives back.
+
+    >>> print(Return("attention 3", Plan(attention=(1,))))
+    attention 3 given back
+    """
+
+    what: str
+    """The same however much of it is given back."""
+    plan: Plan
+    """The plan without it."""
+
+    def __str__(self) -> str:
+        return f"{self.what} given back"
+
+
+def returns(plan: Plan, dense: nn.Module) -> list[Return]:
+    """Return what ``plan`` can give back: a layer, a chunk of features, a block of the tail, half of the merging."""
+    layers = [(kind, block) for kind in KINDS for block in getattr(plan, kind)]
+    found = [Return(f"{kind} {block}", _with_layer(plan, kind, block)) for kind, block in layers]
+    whole = feature_counts(dense) if plan.features else {}
+    for block, count in plan.features:
+        more = count + chunk_of(whole[block])
+        rest = _with_features(plan, block, more if more < whole[block] else None)
+        found.append(Return(f"features in block {block}", rest))
+    if plan.tail > 1:
+        found.append(Return("a block of the tail", replace(plan, tail=plan.tail - 1 if plan.tail > 2 else 0)))
+    if plan.tokens:
+        half = replace(plan.tokens, r=plan.tokens.r // 2) if plan.tokens.r > 1 else None
+        found.append(Return("tokens", replace(plan, tokens=half)))
+    return found
+
+
+def without_pointless(plan: Plan, cost: Cost, least: float) -> Plan:
+    """Return ``plan`` with the layers and features given back that save less than ``least``.
+
+    A longer tail leaves such behind: in its blocks there is next to nothing to save.
+
+    >>> plan = Plan(activation=(1, 3), features=((2, 64),))
+    >>> found = without_pointless(plan, lambda plan: -float(plan.activation.count(1)), 0.5)
+    >>> found.activation, found.features
+    ((1,), ())
+    """
+    steps: list[Callable[[Plan], Plan]] = []
+    for kind in KINDS:
+        steps += [partial(_with_layer, kind=kind, block=block) for block in getattr(plan, kind)]
+    steps += [partial(_with_features, block=block) for block, _ in plan.features]
+    for step in steps:
+        if cost(step(plan)) - cost(plan) < least:
+            plan = step(plan)
+    return plan
+
+
+def _with_layer(plan: Plan, kind: Kind, block: int) -> Plan:
+    """Return ``plan`` without the removal of one layer."""
+    blocks = tuple(one for one in getattr(plan, kind) if one != block)
+    styles = tuple(row for row in plan.site_styles if row[:2] != (kind, block))
+    left = {"attention": plan.attention, "activation": plan.activation, kind: blocks}
+    return replace(plan, site_styles=styles, attention=left["attention"], activation=left["activation"])
+
+
+def _with_features(plan: Plan, block: int, count: int | None = None) -> Plan:
+    """Return ``plan`` with ``count`` features in ``block``, or all of them."""
+    others = tuple(row for row in plan.features if row[0] != block)
+    return replace(plan, features=others if count is None else (*others, (block, count)))
+
+
+@torch.no_grad()
+def put_back(current: nn.Module, dense: nn.Module, plan: Plan, batches: Iterable[Tensor]) -> nn.Module:
+    """Return a copy of ``current`` that has given back what ``plan`` does not remove, taken from ``dense``.
+
+    ``plan`` is that of a ``Return``. The rest is as it is in ``current``, not fitted again, but for the tail if more of
+    it reads patches. ``batches`` are read only where the block has another number of features then, and for that.
+    """
+    record = require_record(current)
+    same = tuple(row for row in plan.features if row in record.plan.features)
+    found = placed(dense, replace(plan, features=same, tokens=None))
+    _share_values_(found, current)
+    if narrower := {block: count for block, count in plan.features if (block, count) not in same}:
+        narrow_features_(found, narrower, batches)
+    if (plan.tail, plan.attention) != (record.plan.tail, record.plan.attention):
+        fit_tail_(found, batches)
+    return reduce_tokens_(found, plan.tokens) if plan.tokens else found
+
+
+def _share_values_(model: nn.Module, current: nn.Module) -> None:
+    """Let ``model`` have the tensors of ``current`` at equal names, but those that scale a layer it gives back."""
+    removed, now = require_record(model).plan, require_record(current)
+    given_back = [handle for handle in now.removed if not removed.removes(handle.site)]
+    own = {name for handle in given_back for name in (handle.parts.parameters if handle.parts else ())}
+    theirs = dict(current.named_parameters())
+    for name, mine in dict(model.named_parameters()).items():
+        if name in theirs and name not in own and theirs[name].shape == mine.shape:
+            path, _, last = name.rpartition(".")
+            setattr(model.get_submodule(path), last, theirs[name])
