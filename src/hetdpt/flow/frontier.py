@@ -26,7 +26,7 @@ from hetdpt.surgery.record import InputSize
 from hetdpt.surgery.remove import settled_removal
 
 PLANS, TABLE = "plans", "frontier.csv"
-COLUMNS = ("speedup", "damage", "ms", "attention", "activation", "tail", "features", "plan")
+COLUMNS = ("speedup", "damage", "ms", "attention", "activation", "tail", "features", "heads", "plan")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +36,7 @@ class FrontierConfig:
     speedup: float = 2.0
     """How far to go: until the model is this many times faster, by the times of its layers."""
     moves: tuple[str, ...] = tuple(MOVES)
-    """What may be removed: attention, activation, tail, features."""
+    """What may be removed: names of ``MOVES``."""
 
     def __post_init__(self) -> None:
         if not self.speedup > 1:
@@ -115,8 +115,8 @@ def _write(directory: Path, found: FrontierResult) -> None:
         speedup, plan = found.speedup(point), point.plan
         name = plan_file(found, number)
         write_text(directory / name, f"{plan.to_json()}\n")
-        left = " ".join(f"{block}:{count}" for block, count in plan.features)
+        left = {name: " ".join(f"{b}:{n}" for b, n in getattr(plan, name)) for name in ("features", "heads")}
         kinds: dict[str, str] = {kind: " ".join(map(str, getattr(plan, kind))) for kind in KINDS}
         numbers = {"speedup": f"{speedup:.4f}", "damage": f"{point.damage:.5g}", "ms": f"{point.cost:.4g}"}
-        rows.append({**numbers, **kinds, "tail": plan.tail, "features": left, "plan": name})
+        rows.append({**numbers, **kinds, "tail": plan.tail, **left, "plan": name})
     write_csv(directory / TABLE, COLUMNS, rows)

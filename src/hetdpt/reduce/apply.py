@@ -1,4 +1,4 @@
-"""A whole plan applied to a model: layers and hidden features removed, patches stopped early, tokens reduced.
+"""A whole plan applied to a model: layers removed, branches made narrower, patches stopped early, tokens reduced.
 
 Chooses nothing.
 """
@@ -14,7 +14,7 @@ from hetdpt.core.modules import Peeked, clone, require_more_than_once
 from hetdpt.core.plan import Plan
 from hetdpt.core.progress import StepProgress
 from hetdpt.reduce.tokens.reduce import reduce_tokens_
-from hetdpt.reduce.width.features import PURPOSE, narrow_features_, require_features
+from hetdpt.reduce.width.inner import PURPOSE, narrow_branches_, require_narrower
 from hetdpt.surgery.calibrate import remove_
 from hetdpt.surgery.fit_tail import fit_tail_
 from hetdpt.surgery.record import InputSize, record_of
@@ -26,25 +26,25 @@ def apply_(
 ) -> nn.Module:
     """Apply ``plan`` to ``model``, with all that has to be fitted fitted on ``batches``, and return the model.
 
-    Layers are replaced first, then hidden features are removed, then the tail is fitted to what is left, and last
+    Layers are replaced first, then branches are made narrower, then the tail is fitted to what is left, and last
     tokens are reduced: what is fitted is fitted on all of them. A plan that does not fit raises before anything is
     changed.
     """
-    if plan.features or plan.tokens:
+    if plan.narrower or plan.tokens:
         require_more_than_once(batches, "once for each part of the plan")
         require_applicable(model, plan, Peeked(batches, model, PURPOSE).size)
-    layers = replace(plan, features=(), tokens=None)
+    layers = replace(plan, features=(), heads=(), tokens=None)
     if not layers.is_empty or record_of(model) is None:
         remove_(model, layers, batches, progress=progress)
-    if plan.features:
-        narrow_features_(model, dict(plan.features), batches)
+    if plan.narrower:
+        narrow_branches_(model, plan.narrower, batches)
         fit_tail_(model, batches)
     return reduce_tokens_(model, plan.tokens) if plan.tokens else model
 
 
 def require_applicable(model: nn.Module, plan: Plan, input_size: InputSize | None = None) -> None:
     """Raise ``PlanError`` if ``plan`` cannot be applied to ``model``, which is not changed."""
-    placed = place_(clone(model), replace(plan, features=(), tokens=None, fits=()), input_size)
-    require_features(placed, dict(plan.features))
+    placed = place_(clone(model), replace(plan, features=(), heads=(), tokens=None, fits=()), input_size)
+    require_narrower(placed, plan.narrower)
     if plan.tokens:
         reduce_tokens_(placed, plan.tokens)

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from hetdpt.core.errors import ModelError
 from hetdpt.core.modules import clone
-from hetdpt.core.plan import FewerFeatures, FewerTokens, FrontierMove, Kind, Styled, Tail
+from hetdpt.core.plan import FewerFeatures, FewerHeads, FewerTokens, FrontierMove, Kind, Styled, Tail
 from hetdpt.core.styles import STYLES
 from hetdpt.core.tokens import Tokens
 from hetdpt.reduce.tokens.reduce import reduce_tokens_, restore_tokens_
-from hetdpt.reduce.width.features import feature_counts, with_fewer_features
+from hetdpt.reduce.width.inner import feature_counts, head_counts, with_narrower
 from hetdpt.surgery.arrange import kept_of
 from hetdpt.surgery.calibrate import fit_sites, replaced, with_tail
 from hetdpt.surgery.record import layout_of, require_record
@@ -90,6 +90,12 @@ def _features(model: nn.Module, dense: nn.Module) -> list[FewerFeatures]:
     return [FewerFeatures(block, count - chunks[block]) for block, count in left.items()]
 
 
+def _heads(model: nn.Module, _: nn.Module) -> list[FewerHeads]:
+    """Return a head less for each attention whose queries are of all tokens; at least one head stays."""
+    left = {block: count for block, count in head_counts(model).items() if block < _stop(model) and count > 1}
+    return [FewerHeads(block, count - 1) for block, count in left.items()]
+
+
 def chunk_of(count: int) -> int:
     """Return how many of ``count`` hidden features one move removes: about a twelfth, a multiple of 8 if possible.
 
@@ -138,8 +144,14 @@ MOVES: dict[str, MoveKind] = {
         MoveKind(
             name="features",
             offers=_features,
-            variants=with_fewer_features,
+            variants=with_narrower,
             about="The FFN of a block loses a chunk of its hidden features.",
+        ),
+        MoveKind(
+            name="heads",
+            offers=_heads,
+            variants=with_narrower,
+            about="The attention of a block loses a head.",
         ),
         MoveKind(
             name="tokens",
@@ -154,13 +166,15 @@ MOVES: dict[str, MoveKind] = {
 def kind_of(move: FrontierMove) -> str:
     """Return the name of the row of ``MOVES`` that a move is of.
 
-    >>> kind_of(Tail(2)), kind_of(FewerFeatures(3, 64))
-    ('tail', 'features')
+    >>> kind_of(Tail(2)), kind_of(FewerFeatures(3, 64)), kind_of(FewerHeads(3, 2))
+    ('tail', 'features', 'heads')
     """
     if isinstance(move, Styled):
         return move.site.kind
     if isinstance(move, FewerTokens):
         return "tokens"
+    if isinstance(move, FewerHeads):
+        return "heads"
     return "tail" if isinstance(move, Tail) else "features"
 
 
