@@ -211,7 +211,7 @@ def measure_move_prices(
 
 
 def _variants(whole: nn.Module) -> Mapping[Part, nn.Module]:
-    """Return copies of a model with each style that is not its own, and with half of the features or heads of a block."""
+    """Return copies of a model with each style that is not its own, and with half of a block's features or heads."""
     own, found = require_record(whole).plan, dict[Part, nn.Module]()
     for move in (move for kind in ("attention", "activation") for move in MOVES[kind].offers(whole, whole)):
         assert isinstance(move, Styled)
