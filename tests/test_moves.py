@@ -24,8 +24,10 @@ from hetdpt.core.plan import FewerFeatures, FewerTokens, Plan, Site, Styled, Tai
 from hetdpt.core.tokens import Tokens
 from hetdpt.flow import frontier as flow
 from hetdpt.flow.frontier import FrontierConfig, frontier_into
+from hetdpt.measurement.speed import measure_hidden_sizes
 from hetdpt.reduce.apply import apply_
-from hetdpt.results import FrontierPoint, Price
+from hetdpt.results import FrontierPoint, Price, from_json, to_json
+from hetdpt.selection import move_prices
 from hetdpt.selection.frontier import FrontierSearch
 from hetdpt.selection.move_prices import MovePrices, measure_move_prices
 from hetdpt.selection.moves import MOVES, kind_of, offered, variants
@@ -60,6 +62,29 @@ def test_every_move_that_is_offered_can_be_made(name: str) -> None:
         assert replace(after, fits=()) == replace(before.plus(move), anatomy=after.anatomy)
         assert not torch.equal(variant(some()), model(some())) or isinstance(move, Tail)
         assert hetdpt.count_macs(hetdpt.merge_(deepcopy(variant)), (3, 16, 16)) < hetdpt.count_macs(model, (3, 16, 16))
+
+
+@pytest.mark.parametrize(("fast", "left"), [(1, 235), (16, 240)])
+def test_chunks_are_multiples_of_the_step_that_is_fast(fast: int, left: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def times(_: nn.Module, __: str, sizes: list[int], *___: Any, **____: Any) -> dict[int, float]:
+        return {size: size * (1.5 if size % fast else 1.0) for size in sizes}
+
+    dense = tiny(depth=2, mlp_ratio=8)
+    monkeypatch.setattr(move_prices, "measure_hidden_sizes", times)
+    prices = measure_move_prices(dense, removal=KEEP)
+    assert prices.step == fast
+    assert from_json(MovePrices, to_json(prices), Path("prices")) == prices
+    search = FrontierSearch(
+        dense, [some()], [some(seed=1)], cost_of(prices), removal=KEEP, kinds=("features",), step=prices.step
+    )
+    last = next(iter(search.rounds()))
+    assert {count for _, count in last.plan.features} == {left}  # a twelfth of 256 is removed
+
+
+def test_the_time_of_hidden_sizes_is_measured() -> None:
+    dense = tiny(depth=1)
+    times = measure_hidden_sizes(dense, "blocks.0.mlp.fc1", [8, 1024], batch=2)
+    assert 0 < times[8] < times[1024]
 
 
 def test_models_without_a_class_token_have_no_tails() -> None:

@@ -70,7 +70,7 @@ def frontier_into(
         removal = settled_removal(model, "calibrated", "auto", seen["fit"].size)
         prices, found = _begin(run, model, removal, seen["fit"].size, progress)
         dense, counts = prices.ms(), {name: one.count for name, one in seen.items()}
-        search = FrontierSearch(model, batches, judge, prices.ms, removal=removal, kinds=config.moves)
+        search = FrontierSearch(model, batches, judge, prices.ms, removal=removal, kinds=config.moves, step=prices.step)
         for point in _points(run, search, prices, found, dense / config.speedup):
             if watch is not None:
                 watch(point, dense / point.cost)

@@ -20,7 +20,7 @@ from hetdpt.reduce.apply import apply_
 from hetdpt.reduce.tokens.reduce import restore_tokens_
 from hetdpt.results import FrontierPoint
 from hetdpt.selection.damage import PURPOSE, Cost, DenseOutputs
-from hetdpt.selection.moves import MOVES, kind_of, offered, variants
+from hetdpt.selection.moves import MOVES, STEP, kind_of, offered, variants
 from hetdpt.surgery.record import require_record
 from hetdpt.surgery.remove import ready_for
 from hetdpt.surgery.tail import trim_to_class_token_
@@ -46,7 +46,10 @@ class TriedMove:
 
 
 class FrontierSearch:
-    """Moves made so far on a copy of ``model``, and the damage that others would do."""
+    """Moves made so far on a copy of ``model``, and the damage that others would do.
+
+    ``step`` is that of the sizes of FFNs which the device likes.
+    """
 
     def __init__(
         self,
@@ -58,11 +61,12 @@ class FrontierSearch:
         removal: Removal = "calibrated",
         kinds: Sequence[str] = tuple(MOVES),
         share: float = SHARE,
+        step: int = STEP,
     ) -> None:
         for images in (batches, judge):
             require_more_than_once(images, "in every round")
         self.images, self.judge, self.cost = Peeked(batches, model, PURPOSE), judge, cost
-        self.kinds, self.share = kinds, share
+        self.kinds, self.share, self.step = kinds, share, step
         self.dense = trim_to_class_token_(ready_for(self.images.first, model, removal))
         record = require_record(self.dense)
         self.plan = Plan(removal=record.plan.removal, anatomy=record.survey.anatomy)
@@ -89,7 +93,8 @@ class FrontierSearch:
     def _tried(self) -> list[TriedMove]:
         """Return the most promising moves with the damage that each would add now."""
         before = self.cost(self.plan)
-        gains = {m: before - self.cost(self.plan.plus(m)) for m in offered(self.current, self.dense, self.kinds)}
+        possible = offered(self.current, self.dense, self.kinds, self.step)
+        gains = {move: before - self.cost(self.plan.plus(move)) for move in possible}
         gains = {move: gain for move, gain in gains.items() if gain > WORTH * self.whole}
         order = sorted(gains, key=lambda move: self._known.get(_key(move), -inf))
         unknown = sum(_key(move) not in self._known for move in order)

@@ -16,11 +16,11 @@ from hetdpt.core.progress import StageProgress, StepProgress
 from hetdpt.core.tokens import Tokens
 from hetdpt.measurement.costs import Costs
 from hetdpt.measurement.kept_blocks import trimmed
-from hetdpt.measurement.speed import LatencyTable, Part, latency_table, measure_throughput
+from hetdpt.measurement.speed import LatencyTable, Part, latency_table, measure_hidden_sizes, measure_throughput
 from hetdpt.reduce.tokens.reduce import reduce_tokens_
 from hetdpt.reduce.width.inner import cut_branch_, feature_counts, head_counts
 from hetdpt.results import Price, Prices
-from hetdpt.selection.moves import MOVES
+from hetdpt.selection.moves import MOVES, STEP, sizes_to_time, step_of
 from hetdpt.selection.predictor.pricing import measure_prices
 from hetdpt.surgery.arrange import with_all_tokens
 from hetdpt.surgery.merge import merge_
@@ -102,6 +102,8 @@ class MovePrices:
     """(block, how many heads it has, what one of them costs)."""
     tokens: TokenPrices | None = None
     """None if tokens cannot be reduced."""
+    step: int = STEP
+    """The step of the sizes of FFNs: the smallest whose multiples are as fast as those of larger ones."""
 
     @property
     def dense(self) -> Price:
@@ -206,14 +208,26 @@ def measure_move_prices(
             kind, style = name.split(" ")
             styles.append((kind, block, style, price))
     features, heads = (tuple(one_of.get(name, ())) for name in (FEATURES, HEADS))
-    found = MovePrices(layers, tuple(styles), features, heads)
+    found = MovePrices(layers, tuple(styles), features, heads, step=_measure_step(whole, size, batch))
     return _with_tokens(found, whole, size, table, batch, progress)
+
+
+def _measure_step(whole: nn.Module, size: InputSize, batch: int | None) -> int:
+    """Return the step of the sizes of FFNs, timed on the widest one."""
+    counts = feature_counts(whole)
+    if not counts:
+        return STEP
+    block = max(counts, key=lambda one: counts[one])
+    ffn = next(h.ffn for h in require_record(whole).left if h.ffn and h.site.block == block)
+    sizes = sizes_to_time(counts[block])
+    times = measure_hidden_sizes(whole, ffn.first, [*sizes.values()], size, batch=batch)
+    return step_of({step: times[hidden] / hidden for step, hidden in sizes.items()})
 
 
 def _variants(whole: nn.Module) -> Mapping[Part, nn.Module]:
     """Return copies of a model with each style that is not its own, and with half of a block's features or heads."""
     own, found = require_record(whole).plan, dict[Part, nn.Module]()
-    for move in (move for kind in ("attention", "activation") for move in MOVES[kind].offers(whole, whole)):
+    for move in (move for kind in ("attention", "activation") for move in MOVES[kind].offers(whole, whole, STEP)):
         assert isinstance(move, Styled)
         if own.style_of(move.site).name != move.style:
             part = f"{move.site.kind} {move.style}", move.site.block
