@@ -90,7 +90,24 @@ def test_the_time_of_hidden_sizes_is_measured() -> None:
 def test_models_without_a_class_token_have_no_tails() -> None:
     family = named("swin_tiny_patch4_window7_224")
     model = ready_for(family.images(2), family.build(), "calibrated")
-    assert {kind_of(move) for move in offered(model, model, MOVES)} == {"attention", "activation", "features"}
+    moves = offered(model, model, MOVES)
+    assert {kind_of(move) for move in moves} == {"attention", "activation", "features"}
+
+
+def test_attention_becomes_values_for_each_position_where_tokens_cannot_be_merged() -> None:
+    family = named("swin_tiny_patch4_window7_224")
+    images = family.images(4)
+    model = ready_for(images, family.build(), "calibrated")
+    moves = offered(model, model, ["attention"])[:3]
+    assert [move.style for move in moves if isinstance(move, Styled)] == ["constant", "position", "linear"]
+    found = [variant(images) for variant in variants(model, moves, [images]).values()]
+    assert not torch.equal(found[0], found[1])
+    assert not torch.equal(found[1], found[2])
+    vit = base()
+    assert {move.style for move in offered(vit, vit, ["attention"]) if isinstance(move, Styled)} == {
+        "constant",
+        "linear",
+    }
 
 
 PLANS = [

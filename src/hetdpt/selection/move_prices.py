@@ -11,8 +11,9 @@ from torch import nn
 
 from hetdpt.core.errors import ModelError
 from hetdpt.core.modules import clone
-from hetdpt.core.plan import FewerFeatures, FewerHeads, Plan, Removal, Styled
+from hetdpt.core.plan import KINDS, FewerFeatures, FewerHeads, Plan, Removal, Styled
 from hetdpt.core.progress import StageProgress, StepProgress
+from hetdpt.core.styles import STYLES
 from hetdpt.core.tokens import Tokens
 from hetdpt.measurement.costs import Costs
 from hetdpt.measurement.kept_blocks import trimmed
@@ -227,9 +228,9 @@ def _measure_step(whole: nn.Module, size: InputSize, batch: int | None) -> int:
 def _variants(whole: nn.Module) -> Mapping[Part, nn.Module]:
     """Return copies of a model with each style that is not its own, and with half of a block's features or heads."""
     own, found = require_record(whole).plan, dict[Part, nn.Module]()
-    for move in (move for kind in ("attention", "activation") for move in MOVES[kind].offers(whole, whole, STEP)):
+    for move in (move for kind in KINDS for move in MOVES[kind].offers(whole, whole, STEP)):
         assert isinstance(move, Styled)
-        if own.style_of(move.site).name != move.style:
+        if not _cost_alike(own.style_of(move.site).name, move.style):
             part = f"{move.site.kind} {move.style}", move.site.block
             found[part] = merge_(without(whole, move.site, move.style))
     for name, kind, counts in (
@@ -240,6 +241,11 @@ def _variants(whole: nn.Module) -> Mapping[Part, nn.Module]:
             if count > 1:
                 found[name, block] = cut_branch_(clone(whole), kind(block, count - count // 2))
     return found
+
+
+def _cost_alike(one: str, other: str) -> bool:
+    """Whether two styles cost the same, but for parameters."""
+    return len({STYLES[name].costs_like or name for name in (one, other)}) == 1
 
 
 def _with_tokens(

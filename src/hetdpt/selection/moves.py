@@ -22,6 +22,7 @@ from hetdpt.surgery.arrange import kept_of
 from hetdpt.surgery.calibrate import fit_sites, replaced, with_tail
 from hetdpt.surgery.record import layout_of, require_record
 from hetdpt.surgery.remove import removable, without
+from hetdpt.surgery.replacement import why_not_removable
 from hetdpt.surgery.tail import is_tail_possible
 
 CHUNKS = 12  # of the hidden features of an FFN; each is one move
@@ -46,15 +47,29 @@ class MoveKind:
     """One sentence."""
 
 
-def _layers(kind: Kind, *styles: str) -> Callable[[nn.Module, nn.Module, int], list[Styled]]:
-    """Return what offers the layers of ``kind``, each in the style of the model's removal and in ``styles``."""
+def _attentions(model: nn.Module, dense: nn.Module, _: int) -> list[Styled]:
+    """Return the attention layers, each in the model's own style and others.
 
-    def offers(model: nn.Module, *_: Any) -> list[Styled]:
-        sites = [site for site in removable(model) if site.kind == kind and site.block < _stop(model)]
-        own = require_record(model).plan.style_of(kind).name
-        return [Styled(site, style) for site in sites for style in dict.fromkeys((own, *styles))]
+    Values for each position are as fast as one constant and fit better, but merged tokens have no position.
+    """
+    return _layers(model, "attention", *(("linear",) if _tokens_to_merge(dense) else ("position", "linear")))
 
-    return offers
+
+def _activations(model: nn.Module, *_: Any) -> list[Styled]:
+    return _layers(model, "activation")
+
+
+def _layers(model: nn.Module, kind: Kind, *styles: str) -> list[Styled]:
+    """Return the layers of ``kind``, each in the model's own style and in those ``styles`` that it can have."""
+    record = require_record(model)
+    own, stop = record.plan.style_of(kind).name, _stop(model)
+    handles = [record.handle_of(site) for site in removable(model) if site.kind == kind and site.block < stop]
+    return [
+        Styled(handle.site, style)
+        for handle in handles
+        for style in dict.fromkeys((own, *styles))
+        if why_not_removable(handle, STYLES[style]) is None
+    ]
 
 
 def _stop(model: nn.Module) -> int:
@@ -130,13 +145,17 @@ def step_of(times: Mapping[int, float]) -> int:
 
 def _tokens(model: nn.Module, dense: nn.Module, _: int) -> list[FewerTokens]:
     """Return a few more tokens merged in every block with attention, if ``model`` supports that."""
+    tokens, count = require_record(model).tokens, _tokens_to_merge(dense)
+    more = [(tokens.r if tokens else 0) + max(count // PARTS, 1) * jump for jump in JUMPS]
+    return [FewerTokens(Tokens("tome", r)) for r in more if 0 < r * _stop(model) <= count]  # some are left
+
+
+def _tokens_to_merge(dense: nn.Module) -> int:
+    """Return how many tokens a model has, 0 if it cannot merge them."""
     try:
-        count = layout_of(require_record(reduce_tokens_(clone(dense), Tokens("tome", 1)))).tokens
+        return layout_of(require_record(reduce_tokens_(clone(dense), Tokens("tome", 1)))).tokens
     except ModelError:
-        return []
-    tokens, part = require_record(model).tokens, max(count // PARTS, 1)
-    more = [(tokens.r if tokens else 0) + part * jump for jump in JUMPS]
-    return [FewerTokens(Tokens("tome", r)) for r in more if r * _stop(model) <= count]  # some are left
+        return 0
 
 
 def _with_fewer_tokens(model: nn.Module, moves: list[FewerTokens], _: Batches) -> dict[FewerTokens, nn.Module]:
@@ -148,13 +167,13 @@ MOVES: dict[str, MoveKind] = {
     for row in (
         MoveKind(
             name="attention",
-            offers=_layers("attention", "linear"),
+            offers=_attentions,
             variants=_without_layers,
-            about="The attention of a block becomes a constant or a linear layer.",
+            about="The attention of a block becomes a constant, values for each position, or a linear layer.",
         ),
         MoveKind(
             name="activation",
-            offers=_layers("activation"),
+            offers=_activations,
             variants=_without_layers,
             about="The FFN of a block becomes one linear layer, for patches alone where class tokens can keep it.",
         ),
