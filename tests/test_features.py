@@ -16,7 +16,7 @@ import hetdpt
 from hetdpt.core.errors import PlanError
 from hetdpt.core.plan import FewerFeatures, Plan
 from hetdpt.reduce.apply import apply_
-from hetdpt.reduce.width.features import feature_counts, feature_moments, leave_features_, narrow_features_
+from hetdpt.reduce.width.inner import feature_counts, inner_moments, leave_, narrow_branches_
 from hetdpt.surgery.record import require_record
 from hetdpt.surgery.remove import ready
 
@@ -57,7 +57,7 @@ def test_features_that_others_repeat_cost_nothing(images: Tensor) -> None:
         ffn.fc1.weight[64:] = ffn.fc1.weight[:64]  # type: ignore[operator, union-attr]
         ffn.fc1.bias[64:] = ffn.fc1.bias[:64]  # type: ignore[operator, union-attr]
     dense = answers(network, images)
-    narrowed = narrow_features_(network, {1: 64}, [images])
+    narrowed = narrow_branches_(network, [FewerFeatures(1, 64)], [images])
     assert feature_counts(narrowed) == {0: 128, 1: 64, 2: 128, 3: 128}
     assert distance(answers(narrowed, images), dense) < 1e-3  # the ridge that is found on few samples
     assert require_record(narrowed).plan.features == ((1, 64),)
@@ -66,8 +66,8 @@ def test_features_that_others_repeat_cost_nothing(images: Tensor) -> None:
 def test_a_narrow_ffn_is_the_wide_one_with_features_of_zero_and_another_second_layer(images: Tensor) -> None:
     network = model().double()
     given = images.double()
-    [moments] = feature_moments(network, [2], [given]).values()
-    narrow = leave_features_(deepcopy(network), FewerFeatures(2, 40), moments)
+    [moments] = inner_moments(network, [FewerFeatures(2, 40)], [given]).values()
+    narrow = leave_(deepcopy(network), FewerFeatures(2, 40), moments)
     kept = narrow.get_submodule("blocks.2.mlp")
     wide = network.get_submodule("blocks.2.mlp")
     rows = [int((wide.fc1.weight == row).all(1).nonzero()) for row in kept.fc1.weight]  # type: ignore[operator, union-attr]
@@ -82,8 +82,8 @@ def test_a_narrow_ffn_is_the_wide_one_with_features_of_zero_and_another_second_l
 def test_the_second_layer_takes_over(images: Tensor) -> None:
     """Refitted it is nearer to the dense model than with the same features and its old weights."""
     network, layers = model(), "blocks.1.mlp"
-    [moments] = feature_moments(network, [1], [images]).values()
-    narrow = leave_features_(deepcopy(network), FewerFeatures(1, 48), moments)
+    [moments] = inner_moments(network, [FewerFeatures(1, 48)], [images]).values()
+    narrow = leave_(deepcopy(network), FewerFeatures(1, 48), moments)
     wide, kept = network.get_submodule(layers), narrow.get_submodule(layers)
     rows = [int((wide.fc1.weight == row).all(1).nonzero()) for row in kept.fc1.weight]  # type: ignore[operator, union-attr]
     plain = deepcopy(narrow)
@@ -139,16 +139,16 @@ def test_costs_of_such_a_plan_are_those_of_the_model_that_was_saved(images: Tens
 
 
 def test_what_cannot_be_done_is_said(images: Tensor) -> None:
-    with pytest.raises(PlanError, match=r"leaves 64 hidden features in block 0, which is fitted on images"):
+    with pytest.raises(PlanError, match=r"leaves 64 features in block 0, which is fitted on images"):
         hetdpt.prune_(tiny(), Plan(features=((0, 64),)))
     with pytest.raises(PlanError, match="which is fitted on images; apply the plan with hetdpt apply"):
         hetdpt.calibrate_(tiny(), Plan(features=((0, 64),)), [images])
     with pytest.raises(
         PlanError, match=r"block 1 has no FFN whose hidden features can be removed; blocks that have one: 0, 2"
     ):
-        narrow_features_(hetdpt.prune_(tiny(), Plan(activation=(1,))), {1: 64}, [images])
+        narrow_branches_(hetdpt.prune_(tiny(), Plan(activation=(1,))), [FewerFeatures(1, 64)], [images])
     with pytest.raises(PlanError, match="leaves 200 features in block 0, but there are 128"):
-        narrow_features_(model(), {0: 200}, [images])
+        narrow_branches_(model(), [FewerFeatures(0, 200)], [images])
     with pytest.raises(
         PlanError, match="block 9 has no FFN whose hidden features can be removed; blocks that have one: 0, 1, 2"
     ):

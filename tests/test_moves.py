@@ -29,9 +29,11 @@ from hetdpt.core.tokens import Tokens
 from hetdpt.flow import frontier as flow
 from hetdpt.flow import shared_search
 from hetdpt.flow.frontier import FrontierConfig, frontier_into
+from hetdpt.measurement.speed import measure_hidden_sizes
 from hetdpt.reduce.apply import Refits, apply_
 from hetdpt.reduce.tokens.reduce import reduce_tokens_
-from hetdpt.results import FrontierPoint, Price
+from hetdpt.results import FrontierPoint, Price, from_json, to_json
+from hetdpt.selection import move_prices
 from hetdpt.selection.damage import DenseOutputs
 from hetdpt.selection.frontier import DamageJob, FrontierSearch, frontier_of
 from hetdpt.selection.move_prices import MovePrices, measure_move_prices
@@ -70,10 +72,50 @@ def test_every_move_that_is_offered_can_be_made(name: str) -> None:
         assert hetdpt.count_macs(hetdpt.merge_(deepcopy(variant)), (3, 16, 16)) < hetdpt.count_macs(model, (3, 16, 16))
 
 
+@pytest.mark.parametrize(("fast", "left"), [(1, 235), (16, 240)])
+def test_chunks_are_multiples_of_the_step_that_is_fast(fast: int, left: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def times(_: nn.Module, __: str, sizes: list[int], *___: Any, **____: Any) -> dict[int, float]:
+        return {size: size * (1.5 if size % fast else 1.0) for size in sizes}
+
+    dense = tiny(depth=2, mlp_ratio=8)
+    monkeypatch.setattr(move_prices, "measure_hidden_sizes", times)
+    prices = measure_move_prices(dense, removal=KEEP)
+    assert prices.step == fast
+    assert from_json(MovePrices, to_json(prices), Path("prices")) == prices
+    search = FrontierSearch(
+        dense, [some()], [some(seed=1)], cost_of(prices), removal=KEEP, kinds=("features",), step=prices.step
+    )
+    last = next(iter(search.rounds()))
+    assert {count for _, count in last.plan.features} == {left}  # a twelfth of 256 is removed
+
+
+def test_the_time_of_hidden_sizes_is_measured() -> None:
+    dense = tiny(depth=1)
+    times = measure_hidden_sizes(dense, "blocks.0.mlp.fc1", [8, 1024], batch=2)
+    assert 0 < times[8] < times[1024]
+
+
 def test_models_without_a_class_token_have_no_tails() -> None:
     family = named("swin_tiny_patch4_window7_224")
     model = ready_for(family.images(2), family.build(), "calibrated")
-    assert {kind_of(move) for move in offered(model, model, MOVES)} == {"attention", "activation", "features"}
+    moves = offered(model, model, MOVES)
+    assert {kind_of(move) for move in moves} == {"attention", "activation", "features"}
+
+
+def test_attention_becomes_values_for_each_position_where_tokens_cannot_be_merged() -> None:
+    family = named("swin_tiny_patch4_window7_224")
+    images = family.images(4)
+    model = ready_for(images, family.build(), "calibrated")
+    moves = offered(model, model, ["attention"])[:3]
+    assert [move.style for move in moves if isinstance(move, Styled)] == ["constant", "position", "linear"]
+    found = [variant(images) for variant in variants(model, moves, [images]).values()]
+    assert not torch.equal(found[0], found[1])
+    assert not torch.equal(found[1], found[2])
+    vit = base()
+    assert {move.style for move in offered(vit, vit, ["attention"]) if isinstance(move, Styled)} == {
+        "constant",
+        "linear",
+    }
 
 
 PLANS = [
@@ -83,6 +125,10 @@ PLANS = [
     Plan(removal=KEEP, attention=(0, 1), activation=(1,), site_styles=(("attention", 1, "linear"),), tail=2),
     Plan(removal=KEEP, features=((0, 64), (1, 100))),
     Plan(removal=KEEP, attention=(0,), activation=(1,), features=((0, 32),), tail=2),
+    Plan(removal=KEEP, heads=((0, 1), (2, 1))),
+    Plan(removal=KEEP, attention=(0,), features=((0, 32),), heads=((1, 1), (2, 1), (3, 1)), tail=2),
+    Plan(removal=KEEP, heads=((0, 1),), tail=4),
+    Plan(removal=KEEP, heads=((0, 1), (3, 1)), tail=2, tokens=TOME),
     Plan(removal=KEEP, tokens=TOME),
     Plan(removal=KEEP, attention=(1,), activation=(0,), site_styles=(("attention", 1, "linear"),), tokens=TOME),
     Plan(removal=KEEP, attention=(0,), activation=(1,), features=((0, 32),), tail=2, tokens=TOME),

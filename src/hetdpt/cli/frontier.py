@@ -12,7 +12,7 @@ from hetdpt.cli.live import Display
 from hetdpt.cli.options import DeviceOptions, ImageOptions, ModelOptions, OutputOptions
 from hetdpt.cli.show import print_, print_json, table
 from hetdpt.core.errors import HetDPTError, first_line
-from hetdpt.core.format import percent, times
+from hetdpt.core.format import counted, percent, times
 
 if TYPE_CHECKING:
     from torch import nn
@@ -104,11 +104,11 @@ def _print(found: FrontierResult, options: FrontierOptions, wanted: float) -> No
     from hetdpt.report.frontier import commands
 
     dense = found.dense_accuracy
-    columns = ["speedup", "damage", *(["accuracy"] if dense else []), "attention", "activation", "tail", "features"]
+    columns = ["speedup", "damage", *(["accuracy"] if dense else []), "attention", "activation", "tail", "width"]
     rows = table("the least damage at every speed", *columns, "tokens")
     for point in found.points:
         plan, accuracy = point.plan, [percent(point.accuracy.top1)] if point.accuracy else []
-        kept = f"{len(plan.features)} FFNs narrowed" if plan.features else "-"
+        kept = f"{counted(len(plan.narrower), 'layer')} narrowed" if plan.narrower else "-"
         blocks = (" ".join(map(str, getattr(plan, kind))) or "-" for kind in ("attention", "activation"))
         tokens = f"{plan.tokens.method} {plan.tokens.r}" if plan.tokens else "-"
         speed = times(found.speedup(point))

@@ -72,6 +72,21 @@ class FewerFeatures:
 
 
 @dataclass(frozen=True)
+class FewerHeads:
+    """The attention of a block with this many heads, fewer than before.
+
+    >>> print(FewerHeads(3, 2), FewerHeads(4, 1), sep=", ")
+    2 heads in block 3, 1 head in block 4
+    """
+
+    block: int
+    count: int
+
+    def __str__(self) -> str:
+        return f"{self.count} head{'s' if self.count > 1 else ''} in block {self.block}"
+
+
+@dataclass(frozen=True)
 class Styled:
     """One removable layer, removed in a style of its own.
 
@@ -102,8 +117,10 @@ class FewerTokens:
 
 Move = Site | Tail
 """What a plan may have more than another: one more layer removed, or a longer tail."""
-FrontierMove = Styled | Tail | FewerFeatures | FewerTokens
-"""The same for a frontier: one more layer removed in some style, a longer tail, fewer hidden features or tokens."""
+Narrower = FewerFeatures | FewerHeads
+"""One branch that is narrower than before."""
+FrontierMove = Styled | Tail | Narrower | FewerTokens
+"""The same for a frontier: one more layer removed in some style, a longer tail, a narrower branch, or fewer tokens."""
 
 
 @dataclass(frozen=True)
@@ -210,6 +227,8 @@ class Plan:
     """(kind, block, style) of the layers that are removed in another style than ``removal`` says."""
     features: tuple[tuple[int, int], ...] = ()
     """(block, count) of the FFNs that keep only so many of their hidden features."""
+    heads: tuple[tuple[int, int], ...] = ()
+    """(block, count) of the attention layers that keep only so many of their heads."""
     tokens: Tokens | None = None
     """How blocks reduce tokens, if they do."""
 
@@ -221,7 +240,8 @@ class Plan:
             raise PlanError(f"tail of a plan is how many of the last blocks it has, such as 2, not {self.tail!r}")
         object.__setattr__(self, "tail", int(self.tail))
         object.__setattr__(self, "site_styles", self._settled_styles())
-        object.__setattr__(self, "features", self._settled_features())
+        for name, kind in _NARROWED.items():
+            object.__setattr__(self, name, self._settled_counts(name, kind))
         if not isinstance(self.tokens, Tokens | None):
             raise PlanError(f"tokens of a plan is null or an object with method and r, not {self.tokens!r}")
 
@@ -237,10 +257,10 @@ class Plan:
         own = dict(zip(KINDS, self.styles, strict=True))
         return tuple(sorted((kind, block, style) for (kind, block), style in found.items() if style != own[kind]))
 
-    def _settled_features(self) -> tuple[tuple[int, int], ...]:
-        """Return ``features`` sorted, without FFNs that have none because their activation is removed."""
-        found = dict(_features(self.features))
-        return tuple(sorted((block, count) for block, count in found.items() if block not in self.activation))
+    def _settled_counts(self, name: str, kind: Kind) -> tuple[tuple[int, int], ...]:
+        """Return ``features`` or ``heads`` sorted, without blocks that have none because that layer is removed."""
+        found = dict(_counts(name, getattr(self, name)))
+        return tuple(sorted((block, count) for block, count in found.items() if block not in getattr(self, kind)))
 
     def __len__(self) -> int:
         return len(self.attention) + len(self.activation)
@@ -266,7 +286,7 @@ class Plan:
         return Budget(len(self.attention), len(self.activation))
 
     def plus(self, *moves: Move | FrontierMove) -> Plan:
-        """Return the plan that has ``moves`` too: more layers removed, a longer tail, fewer features or tokens.
+        """Return the plan that has ``moves`` too: more layers removed, a longer tail, narrower branches, fewer tokens.
 
         >>> plan = Plan(attention=(3,)).plus(Site("attention", 1, "blocks.1.attn"), Tail(2), FewerFeatures(0, 64))
         >>> plan.attention, plan.tail, plan.features
@@ -277,10 +297,10 @@ class Plan:
         more = {kind: tuple(site.block for site in sites if site.kind == kind) for kind in KINDS}
         attention, activation = ((*getattr(self, kind), *more[kind]) for kind in KINDS)
         tail = max(self.tail, *(move.length for move in moves if isinstance(move, Tail)), 0)
-        features = {
-            **dict(self.features),
-            **{move.block: move.count for move in moves if isinstance(move, FewerFeatures)},
-        }
+        features, heads = (
+            {**dict(before), **{move.block: move.count for move in moves if isinstance(move, kind)}}
+            for before, kind in ((self.features, FewerFeatures), (self.heads, FewerHeads))
+        )
         styles = (*self.site_styles, *((site.kind, site.block, style) for site, style in styled.items()))
         tokens = [move.tokens for move in moves if isinstance(move, FewerTokens)]
         return replace(
@@ -291,6 +311,7 @@ class Plan:
             tail=tail,
             site_styles=styles,
             features=tuple(features.items()),
+            heads=tuple(heads.items()),
         )
 
     def removes(self, site: Site) -> bool:
@@ -318,7 +339,17 @@ class Plan:
     @property
     def is_empty(self) -> bool:
         """Whether it changes nothing."""
-        return not len(self) and not self.tail and not self.features and self.tokens is None
+        return not len(self) and not self.tail and not self.narrower and self.tokens is None
+
+    @property
+    def narrower(self) -> tuple[Narrower, ...]:
+        """The branches that are narrower, in order of execution.
+
+        >>> [str(move) for move in Plan(features=((0, 64), (1, 32)), heads=((1, 2),)).narrower]
+        ['64 features in block 0', '2 heads in block 1', '32 features in block 1']
+        """
+        rows = [FewerHeads(*row) for row in self.heads] + [FewerFeatures(*row) for row in self.features]
+        return tuple(sorted(rows, key=lambda move: move.block))  # stable: heads come first
 
     @property
     def fitted(self) -> tuple[str, ...]:
@@ -330,7 +361,7 @@ class Plan:
     @property
     def needs_images(self) -> bool:
         """Whether something of it is fitted on images."""
-        return bool(self.fitted) or self.tail > 1 or bool(self.features)
+        return bool(self.fitted) or self.tail > 1 or bool(self.narrower)
 
     @property
     def is_any_fitted(self) -> bool:
@@ -389,7 +420,7 @@ class Plan:
             removal=tuple(removal) if isinstance(removal, list) else removal,
             tail=values.get("tail", 0),
             site_styles=_site_styles(values.get("site_styles", ())),
-            features=_features(values.get("features", ())),
+            **{name: _counts(name, values.get(name, ())) for name in _NARROWED},
             tokens=_tokens(values.get("tokens")),
             anatomy=_anatomy(values.get("anatomy")),
             fits=_fits(values.get("fits", ())),
@@ -472,11 +503,15 @@ def _is_site_style(row: Any) -> bool:
     return isinstance(row[0], str) and _is_block(row[1]) and isinstance(row[2], str)
 
 
-def _features(values: Any) -> tuple[tuple[int, int], ...]:
-    """Return rows of ``Plan.features`` as tuples; ``PlanError`` if they are something else."""
+_NARROWED: dict[str, Kind] = {"features": "activation", "heads": "attention"}
+"""Fields of a plan that make branches narrower, and the kind of layer without which they have no meaning."""
+
+
+def _counts(name: str, values: Any) -> tuple[tuple[int, int], ...]:
+    """Return rows of ``Plan.features`` or ``Plan.heads`` as tuples; ``PlanError`` if they are something else."""
     is_list = isinstance(values, list | tuple) and all(isinstance(row, list | tuple) for row in values)
     if not is_list or not all(len(row) == 2 and all(map(_is_block, row)) and row[1] > 0 for row in values):
-        raise PlanError(f"features of a plan is a list of (block, count), not {reprlib.repr(values)}")
+        raise PlanError(f"{name} of a plan is a list of (block, count), not {reprlib.repr(values)}")
     return tuple((int(block), int(count)) for block, count in values)
 
 

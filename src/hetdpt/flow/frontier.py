@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -32,7 +33,7 @@ class FrontierConfig:
     speedup: float = 2.0
     """How far to go: until the model is this many times faster, by the times of its layers."""
     moves: tuple[str, ...] = tuple(MOVES)
-    """What may be removed: attention, activation, tail, features."""
+    """What may be removed: names of ``MOVES``."""
 
     def __post_init__(self) -> None:
         if not self.speedup > 1:
@@ -69,7 +70,8 @@ def frontier_into(
     timed = partial(measure_move_prices, model, removal=removal, input_size=size, progress=progress)
     prices, measure = shared_prices(directory, timed, progress), SharedDamages(directory, progress)
     dense, found = prices.ms(), list[FrontierPoint]()
-    search = FrontierSearch(model, batches, judge, prices.ms, removal=removal, kinds=config.moves, measure=measure)
+    how: dict[str, Any] = {"removal": removal, "kinds": config.moves, "step": prices.step, "measure": measure}
+    search = FrontierSearch(model, batches, judge, prices.ms, **how)
     for point in search.rounds(dense / config.speedup):
         found.append(point)
         if watch is not None and not measure.is_behind:

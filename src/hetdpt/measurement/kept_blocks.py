@@ -23,7 +23,7 @@ def trimmed(model: nn.Module) -> nn.Module:
 def finished(model: nn.Module, plan: Plan) -> nn.Module:
     """Return a copy of ``model`` (one that is ``ready``) without the layers of ``plan``, merged; trimmed if it was.
 
-    Replacements that have to be fitted have no values yet. A plan with fewer hidden features is refused.
+    Replacements that have to be fitted have no values yet. A plan with narrower branches is refused.
     """
     refuse_reductions(plan)
     try:

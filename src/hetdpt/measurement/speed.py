@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -29,6 +29,7 @@ from hetdpt.surgery.record import InputSize, require_record, survey_of
 from hetdpt.surgery.remove import ready, removable, without
 
 MIN_ROUNDS = 5
+ENOUGH = 512  # tokens fill the kernels of a CPU; a GPU needs all
 Part = tuple[str, int]
 """One of ``results.PARTS``, and a block."""
 DENSE: Part = "dense", 0
@@ -153,6 +154,28 @@ def latency_breakdown(
     kinds = {name: _kinds(model) for name, model in models.items()}
     with evaluating(*models.values()):
         return _breakdown(models, kinds, images, runs)
+
+
+def measure_hidden_sizes(
+    model: nn.Module, path: str, sizes: Sequence[int], input_size: InputSize | None = None, *, batch: int | None = None
+) -> dict[int, float]:
+    """Return the milliseconds of two linear layers D -> h -> D for each h in ``sizes``, which take turns for a second.
+
+    They get what the layer at ``path`` gets; on a CPU some of these tokens are enough. The time is that of the fastest
+    round, which other processes disturb least.
+    """
+    images = _images(model, input_size, batch)
+    with evaluating(model):
+        [given] = _inputs_of(model, [path], images)[path][0]
+    tokens = given.flatten(0, -2)  # (B N, D)
+    tokens = tokens[:ENOUGH] if images.device.type == "cpu" else tokens
+    like = {"device": tokens.device, "dtype": tokens.dtype}
+    pairs = {
+        h: nn.Sequential(nn.Linear(tokens.shape[1], h, **like), nn.Linear(h, tokens.shape[1], **like)) for h in sizes
+    }
+    calls = {h: partial(pair, tokens) for h, pair in pairs.items()}
+    times = _interleave(calls, tokens.device, Rounds(runs=100, warmup=3, seconds=1.0))
+    return {h: 1e3 * float(found.min()) for h, found in times.items()}
 
 
 class _BlockTimes:

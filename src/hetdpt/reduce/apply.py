@@ -1,4 +1,4 @@
-"""A whole plan applied to a model: layers and hidden features removed, patches stopped early, tokens reduced.
+"""A whole plan applied to a model: layers removed, branches made narrower, patches stopped early, tokens reduced.
 
 Chooses nothing.
 """
@@ -11,10 +11,10 @@ from dataclasses import replace
 from torch import Tensor, nn
 
 from hetdpt.core.modules import Peeked, clone, require_more_than_once
-from hetdpt.core.plan import FewerFeatures, Plan
+from hetdpt.core.plan import Plan
 from hetdpt.core.progress import StepProgress
 from hetdpt.reduce.tokens.reduce import reduce_tokens_
-from hetdpt.reduce.width.features import PURPOSE, cut_features_, feature_counts, narrow_features_, require_features
+from hetdpt.reduce.width.inner import PURPOSE, cut_branch_, inner_count, narrow_branches_, require_narrower
 from hetdpt.surgery.calibrate import remove_
 from hetdpt.surgery.fit_tail import fit_tail_
 from hetdpt.surgery.record import InputSize, record_of
@@ -26,18 +26,18 @@ def apply_(
 ) -> nn.Module:
     """Apply ``plan`` to ``model``, with all that has to be fitted fitted on ``batches``, and return the model.
 
-    Layers are replaced first, then hidden features are removed, then the tail is fitted to what is left, and last
+    Layers are replaced first, then branches are made narrower, then the tail is fitted to what is left, and last
     tokens are reduced: what is fitted is fitted on all of them. A plan that does not fit raises before anything is
     changed.
     """
-    if plan.features or plan.tokens:
+    if plan.narrower or plan.tokens:
         require_more_than_once(batches, "once for each part of the plan")
         require_applicable(model, plan, Peeked(batches, model, PURPOSE).size)
-    layers = replace(plan, features=(), tokens=None)
+    layers = replace(plan, features=(), heads=(), tokens=None)
     if not layers.is_empty or record_of(model) is None:
         remove_(model, layers, batches, progress=progress)
-    if plan.features:
-        narrow_features_(model, dict(plan.features), batches)
+    if plan.narrower:
+        narrow_branches_(model, plan.narrower, batches)
         fit_tail_(model, batches)
     return reduce_tokens_(model, plan.tokens) if plan.tokens else model
 
@@ -49,12 +49,11 @@ def require_applicable(model: nn.Module, plan: Plan, input_size: InputSize | Non
 
 def placed(model: nn.Module, plan: Plan, input_size: InputSize | None = None) -> nn.Module:
     """Return a copy of ``model`` with the modules that ``apply_`` would leave, in which nothing is fitted."""
-    found = place_(clone(model), replace(plan, features=(), tokens=None, fits=()), input_size)
-    require_features(found, dict(plan.features))
-    there = feature_counts(found)
-    for block, count in plan.features:
-        if count < there[block]:
-            cut_features_(found, FewerFeatures(block, count))
+    found = place_(clone(model), replace(plan, features=(), heads=(), tokens=None, fits=()), input_size)
+    require_narrower(found, plan.narrower)
+    for move in plan.narrower:
+        if move.count < inner_count(found, move):
+            cut_branch_(found, move)
     return reduce_tokens_(found, plan.tokens) if plan.tokens else found
 
 
@@ -76,17 +75,17 @@ class Refits:
         """Return the model of ``plan``, which is not to be changed."""
         known, self._earlier = {**self._earlier, **self._latest}, self._latest
         self._latest = {}
-        layers = replace(plan, features=(), tokens=None)
+        layers = replace(plan, features=(), heads=(), tokens=None)
         found = self._keep(layers, known) or self._put(layers, apply_(clone(self.dense), layers, self.batches))
-        for end in range(1, len(plan.features) + 1):
-            part = replace(layers, features=plan.features[:end])
+        for end, move in enumerate(plan.narrower, 1):
+            part = (layers, plan.narrower[:end])
             narrower = self._keep(part, known)
-            found = narrower or self._put(part, narrow_features_(clone(found), dict(part.features[-1:]), self.batches))
+            found = narrower or self._put(part, narrow_branches_(clone(found), [move], self.batches))
         return self._keep(whole := ("whole", plan), known) or self._put(whole, self._finished(found, plan))
 
     def _finished(self, model: nn.Module, plan: Plan) -> nn.Module:
         """Return ``model`` with what follows when all layers and blocks are done."""
-        found = fit_tail_(clone(model), self.batches) if plan.features else clone(model)
+        found = fit_tail_(clone(model), self.batches) if plan.narrower else clone(model)
         return reduce_tokens_(found, plan.tokens) if plan.tokens else found
 
     def _keep(self, part: Hashable, known: Mapping[Hashable, nn.Module]) -> nn.Module | None:

@@ -21,10 +21,11 @@ from hetdpt.store.atomic import write_csv, write_text, written
 
 PLANS, TABLE, FIGURE, PAGE = "plans", "frontier.csv", "frontier.png", "frontier.html"
 COLUMNS = (
-    "speedup", "damage", "ms", "accuracy", "low", "high", "images", *KINDS, "tail", "features", "tokens", "plan",
+    "speedup", "damage", "ms", "accuracy", "low", "high", "images", *KINDS, "tail", "features", "heads", "tokens", "plan",
 )  # fmt: skip
 POINT = Look("accent", "o", css="best")
 LINE = Look("accent", line="-", order=2)
+NARROWER = ("features", "heads")  # fields of a plan
 ACROSS = "speedup, by the times of single layers"
 SHOWN_FIRST = 1.5  # the speedup of the point that is picked when the page is opened
 
@@ -83,7 +84,7 @@ def _rows(found: FrontierResult) -> Iterator[dict[str, Any]]:
             **(_cells(scores) if scores else {}),
             **{kind: " ".join(map(str, getattr(plan, kind))) for kind in KINDS},
             "tail": plan.tail,
-            "features": " ".join(f"{block}:{count}" for block, count in plan.features),
+            **{name: " ".join(f"{block}:{count}" for block, count in getattr(plan, name)) for name in NARROWER},
             "tokens": f"{plan.tokens.method}:{plan.tokens.r}" if plan.tokens else "",
             "plan": plan_file(found, number),
         }
@@ -206,12 +207,12 @@ def _overview(found: FrontierResult) -> Table:
     rows = []
     for point in found.points:
         plan = point.plan
-        counts = len(plan.attention), len(plan.activation), plan.tail, len(plan.features)
+        counts = len(plan.attention), len(plan.activation), plan.tail, len(plan.narrower)
         accuracy = [percent(point.accuracy.top1) if point.accuracy else "–"] * bool(found.dense_accuracy)
         cells = times(found.speedup(point)), f"{point.damage:.4g}", *accuracy, *(str(one or "–") for one in counts)
         rows.append((*cells, f"{plan.tokens.method} {plan.tokens.r}" if plan.tokens else "–"))
     picks = tuple(map(_key, range(len(rows))))
-    return Table("all points", (*columns, "FFNs narrowed", "tokens"), rows, picks=picks)
+    return Table("all points", (*columns, "layers narrowed", "tokens"), rows, picks=picks)
 
 
 def _view(directory: Path, found: FrontierResult, number: int, words: Words) -> dict[str, Any]:
@@ -245,14 +246,15 @@ def _tiles(found: FrontierResult, point: FrontierPoint) -> Iterator[Tile]:
 def removed(plan: Plan) -> Table:
     """Return the blocks that ``plan`` changes, and how.
 
-    >>> removed(Plan(attention=(3,), removal=("linear", "calibrated"), features=((3, 64),))).rows
-    [('3', 'removed: linear', '64 hidden features')]
+    >>> removed(Plan(attention=(3,), removal=("linear", "calibrated"), features=((3, 64),), heads=((4, 2),))).rows
+    [('3', 'removed: linear', '64 hidden features'), ('4', '2 heads', 'kept')]
     """
     ffns = {block: f"{count} hidden features" for block, count in plan.features}
     ffns |= {
         block: f"activation removed: {plan.style_of(Site('activation', block, '')).name}" for block in plan.activation
     }
-    attention = {block: f"removed: {plan.style_of(Site('attention', block, '')).name}" for block in plan.attention}
+    attention = {block: counted(count, "head") for block, count in plan.heads}
+    attention |= {block: f"removed: {plan.style_of(Site('attention', block, '')).name}" for block in plan.attention}
     blocks = sorted({*ffns, *attention})
     rows = [(str(block), attention.get(block, "kept"), ffns.get(block, "kept")) for block in blocks]
     return Table("blocks that are changed", ("block", "attention", "FFN"), rows, words=(1, 2), is_small=True)

@@ -18,11 +18,11 @@ from typing import TypeVar
 from torch import Tensor, nn
 
 from hetdpt.core.modules import Held, Peeked, require_more_than_once
-from hetdpt.core.plan import FewerFeatures, FewerTokens, FrontierMove, Plan, Removal, Styled, Tail
+from hetdpt.core.plan import FewerFeatures, FewerHeads, FewerTokens, FrontierMove, Plan, Removal, Styled, Tail
 from hetdpt.reduce.apply import Refits, placed
 from hetdpt.results import FrontierPoint
 from hetdpt.selection.damage import PURPOSE, Cost, DenseOutputs
-from hetdpt.selection.moves import MOVES, Batches, kind_of, offered, variants
+from hetdpt.selection.moves import MOVES, STEP, Batches, kind_of, offered, variants
 from hetdpt.selection.returns import Return, put_back, returns, without_pointless
 from hetdpt.surgery.record import require_record
 from hetdpt.surgery.remove import ready_for
@@ -84,6 +84,8 @@ class FrontierSearch:
 
     Decisions depend on costs and measured damages alone, and the model of a plan on the plan alone. So a search whose
     damages are kept (``measure``) repeats itself without measuring, and several processes can share one.
+
+    ``step`` is that of the sizes of FFNs which the device likes.
     """
 
     def __init__(
@@ -96,11 +98,12 @@ class FrontierSearch:
         removal: Removal = "calibrated",
         kinds: Sequence[str] = tuple(MOVES),
         share: float = SHARE,
+        step: int = STEP,
         measure: Measure = measure_now,
     ) -> None:
         for images in (batches, judge):
             require_more_than_once(images, "in every round")
-        self.cost, self.kinds, self.share, self.measure = cost, kinds, share, measure
+        self.cost, self.kinds, self.share, self.step, self.measure = cost, kinds, share, step, measure
         self.images, self.judge = Peeked(Held(batches), model, PURPOSE), Held(judge)
         self.dense = trim_to_class_token_(ready_for(self.images.first, model, removal))
         record = require_record(self.dense)
@@ -163,7 +166,7 @@ class FrontierSearch:
     def _tried(self) -> list[TriedMove]:
         """Return the most promising moves with the damage that each would add now."""
         before = self.cost(self.plan)
-        moves = offered(placed(self.dense, self.plan), self.dense, self.kinds)
+        moves = offered(placed(self.dense, self.plan), self.dense, self.kinds, self.step)
         plans = {move: plan for move in moves if _is_possible(plan := self.plan.plus(move))}
         gains = {move: gain for move, plan in plans.items() if (gain := before - self.cost(plan)) > WORTH * self.whole}
         order = sorted(gains, key=lambda move: self._known.get(_key(move), -inf))
@@ -197,7 +200,7 @@ class FrontierSearch:
         if self._rounds < LOOK or self._price <= 0:
             return None
         self._rounds = 0
-        offers = [one for one in returns(self.plan, self.dense) if one.what not in self._given_back]
+        offers = [one for one in returns(self.plan, self.dense, self.step) if one.what not in self._given_back]
         rough = self._damages_of(offers, self._put_back)
         worth = {one: undone for one, found in rough.items() if (undone := self._undone(one, found)) > 1}
         for one in sorted(worth, key=lambda one: -worth[one])[:TRIALS]:
@@ -262,14 +265,16 @@ def _is_possible(plan: Plan) -> bool:
 
 
 def _key(move: FrontierMove) -> object:
-    """Return what stays the same when a move is offered again, with one more block or fewer features."""
+    """Return what stays the same when a move is offered again, with one more block, fewer features or fewer heads."""
     if isinstance(move, Styled):
         return move
-    return move.block if isinstance(move, FewerFeatures) else kind_of(move)
+    return (kind_of(move), move.block) if isinstance(move, FewerFeatures | FewerHeads) else kind_of(move)
 
 
 def _branch(move: FrontierMove) -> object:
     """Return the branch that a move changes."""
     if isinstance(move, Styled):
         return move.site.kind, move.site.block
+    if isinstance(move, FewerHeads):
+        return "attention", move.block
     return ("activation", move.block) if isinstance(move, FewerFeatures) else move

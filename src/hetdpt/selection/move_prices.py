@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -11,16 +11,17 @@ from torch import nn
 
 from hetdpt.core.errors import ModelError
 from hetdpt.core.modules import clone
-from hetdpt.core.plan import FewerFeatures, Plan, Removal, Styled
+from hetdpt.core.plan import KINDS, FewerFeatures, FewerHeads, Plan, Removal, Styled
 from hetdpt.core.progress import StageProgress, StepProgress
+from hetdpt.core.styles import STYLES
 from hetdpt.core.tokens import Tokens
 from hetdpt.measurement.costs import Costs
 from hetdpt.measurement.kept_blocks import trimmed
-from hetdpt.measurement.speed import LatencyTable, Part, latency_table, measure_throughput
+from hetdpt.measurement.speed import LatencyTable, Part, latency_table, measure_hidden_sizes, measure_throughput
 from hetdpt.reduce.tokens.reduce import reduce_tokens_
-from hetdpt.reduce.width.features import cut_features_, feature_counts
+from hetdpt.reduce.width.inner import cut_branch_, feature_counts, head_counts
 from hetdpt.results import Price, Prices
-from hetdpt.selection.moves import MOVES
+from hetdpt.selection.moves import MOVES, STEP, sizes_to_time, step_of
 from hetdpt.selection.predictor.pricing import measure_prices
 from hetdpt.surgery.arrange import with_all_tokens
 from hetdpt.surgery.merge import merge_
@@ -28,6 +29,7 @@ from hetdpt.surgery.record import InputSize, layout_of, require_record
 from hetdpt.surgery.remove import ready, without
 
 FEATURES = "activation features"  # the name of the variant with half of the features
+HEADS = "attention heads"  # the name of the variant with half of the heads
 TIMED_PART = 24  # of the tokens, merged in every block when the time that matching takes is measured
 NOTHING = Price(0.0, 0.0, 0.0)
 
@@ -70,16 +72,39 @@ class TokenPrices:
 
 
 @dataclass(frozen=True)
+class Fewer:
+    """What fewer hidden features or heads save in a block that updates all tokens."""
+
+    saved: Price
+    part: float
+    """Which part of them is removed."""
+
+
+def _fewer(priced: Iterable[tuple[int, int, Price]], left: Iterable[tuple[int, int]], block: int) -> Fewer | None:
+    """Return what is saved in ``block``, of which so many features or heads are ``left``; None if all are."""
+    sizes, counts = {one: (count, price) for one, count, price in priced}, dict(left)
+    if block not in counts or block not in sizes:
+        return None
+    count, price = sizes[block]
+    removed = count - counts[block]
+    return Fewer(price.times(removed), removed / count)
+
+
+@dataclass(frozen=True)
 class MovePrices:
-    """The costs of layers and tails, and beside them those of styles, of hidden features and of tokens."""
+    """The costs of layers and tails, and beside them those of styles, hidden features, heads and tokens."""
 
     layers: Prices
     styles: tuple[tuple[str, int, str, Price], ...] = ()
     """(kind, block, style, what it saves), for styles other than that of ``layers``."""
     features: tuple[tuple[int, int, Price], ...] = ()
     """(block, how many hidden features it has, what one of them costs)."""
+    heads: tuple[tuple[int, int, Price], ...] = ()
+    """(block, how many heads it has, what one of them costs)."""
     tokens: TokenPrices | None = None
     """None if tokens cannot be reduced."""
+    step: int = STEP
+    """The step of the sizes of FFNs: the smallest whose multiples are as fast as those of larger ones."""
 
     @property
     def dense(self) -> Price:
@@ -88,8 +113,8 @@ class MovePrices:
 
     def of(self, plan: Plan) -> Price:
         """Return the cost of the model that ``plan`` leaves."""
-        left = self.layers.of(replace(plan, features=(), site_styles=(), tokens=None))
-        for block in {*(block for _, block, _ in plan.site_styles), *dict(plan.features)}:
+        left = self.layers.of(replace(plan, features=(), heads=(), site_styles=(), tokens=None))
+        for block in {*(block for _, block, _ in plan.site_styles), *(move.block for move in plan.narrower)}:
             attention, ffn = self._saved_beside(plan, block)
             left = left - attention - ffn
         return left if plan.tokens is None else left - self._saved_by_tokens(plan)
@@ -99,19 +124,27 @@ class MovePrices:
         return self.layers.stop(plan) if self.layers.kept else len(self.layers.attention)
 
     def _saved_beside(self, plan: Plan, block: int) -> tuple[Price, Price]:
-        """Return what the styles and features of a block save in attention and FFN, beside what ``layers`` say."""
+        """Return what the styles, heads and features of a block save in attention and FFN, beside ``layers``."""
         saved, is_before = {"attention": NOTHING, "activation": NOTHING}, block < self.stop(plan)
         known = {row[:3]: row[3] for row in self.styles}
         for kind, _, style in (row for row in plan.site_styles if row[1] == block):
             own, usual = known.get((kind, block, style)), getattr(self.layers, kind)[block]
             if is_before and own is not None and usual is not None:
                 saved[kind] = own - usual
-        sizes = {one: (count, price) for one, count, price in self.features}
-        if block in (left := dict(plan.features)) and block in sizes:
-            count, price = sizes[block]
-            fewer = price.times(count - left[block])
-            saved["activation"] = fewer if is_before else Price(0.0, fewer.params, 0.0)
+        if fewer := _fewer(self.features, plan.features, block):
+            saved["activation"] = fewer.saved if is_before else Price(0.0, fewer.saved.params, 0.0)
+        if fewer := _fewer(self.heads, plan.heads, block):
+            saved["attention"] = fewer.saved if is_before else self._saved_by_heads(plan, block, fewer)
         return saved["attention"], saved["activation"]
+
+    def _saved_by_heads(self, plan: Plan, block: int, fewer: Fewer) -> Price:
+        """Return what fewer heads save in a block where patches are not updated."""
+        kept = self.layers.kept[block]
+        assert kept is not None
+        whole = (kept.attention or NOTHING).times(fewer.part)
+        is_mapped = block > self.stop(plan) and kept.fitted is not None
+        in_map = kept.fitted.times(fewer.part) if is_mapped and kept.fitted else NOTHING
+        return Price(whole.macs, fewer.saved.params - in_map.params, whole.ms)
 
     def _saved_by_tokens(self, plan: Plan) -> Price:
         """Return what reducing tokens saves of the rest of ``plan``; parameters are not saved."""
@@ -133,7 +166,8 @@ class MovePrices:
             kept = self.layers.kept[block]
             assert kept is not None
             is_read = block not in plan.attention
-            return price.attention + price.ffn - kept.patches if is_read else NOTHING, NOTHING
+            left = price.attention + price.ffn - kept.patches - self._saved_beside(plan, block)[0]
+            return left if is_read else NOTHING, NOTHING
         attention, ffn = self._saved_beside(plan, block)
         if block in plan.attention:
             attention = attention + (self.layers.attention[block] or NOTHING)
@@ -165,29 +199,53 @@ def measure_move_prices(
     table = latency_table(base, size, batch=batch, removal=removal, variants=models, progress=tell)
     layers = measure_prices(model, removal=removal, input_size=size, latency=table, progress=progress)
     timed = {part: replace(saved[part], ms=time.value) for part, time in table.variants.items()}
-    styles, features = list[tuple[str, int, str, Price]](), list[tuple[int, int, Price]]()
-    counts = feature_counts(whole)
+    styles, one_of = list[tuple[str, int, str, Price]](), dict[str, list[tuple[int, int, Price]]]()
+    counts = {FEATURES: feature_counts(whole), HEADS: head_counts(whole)}
     for (name, block), price in timed.items():
-        if name == FEATURES:
-            features.append((block, counts[block], price.times(1 / (counts[block] // 2))))
+        if name in counts:
+            count = counts[name][block]
+            one_of.setdefault(name, []).append((block, count, price.times(1 / (count // 2))))
         else:
             kind, style = name.split(" ")
             styles.append((kind, block, style, price))
-    found = MovePrices(layers, tuple(styles), tuple(features))
+    features, heads = (tuple(one_of.get(name, ())) for name in (FEATURES, HEADS))
+    found = MovePrices(layers, tuple(styles), features, heads, step=_measure_step(whole, size, batch))
     return _with_tokens(found, whole, size, table, batch, progress)
 
 
+def _measure_step(whole: nn.Module, size: InputSize, batch: int | None) -> int:
+    """Return the step of the sizes of FFNs, timed on the widest one."""
+    counts = feature_counts(whole)
+    if not counts:
+        return STEP
+    block = max(counts, key=lambda one: counts[one])
+    ffn = next(h.ffn for h in require_record(whole).left if h.ffn and h.site.block == block)
+    sizes = sizes_to_time(counts[block])
+    times = measure_hidden_sizes(whole, ffn.first, [*sizes.values()], size, batch=batch)
+    return step_of({step: times[hidden] / hidden for step, hidden in sizes.items()})
+
+
 def _variants(whole: nn.Module) -> Mapping[Part, nn.Module]:
-    """Return copies of a model with each style that is not its own, and with half of the features of each block."""
+    """Return copies of a model with each style that is not its own, and with half of a block's features or heads."""
     own, found = require_record(whole).plan, dict[Part, nn.Module]()
-    for move in (move for kind in ("attention", "activation") for move in MOVES[kind].offers(whole, whole)):
+    for move in (move for kind in KINDS for move in MOVES[kind].offers(whole, whole, STEP)):
         assert isinstance(move, Styled)
-        if own.style_of(move.site).name != move.style:
+        if not _cost_alike(own.style_of(move.site).name, move.style):
             part = f"{move.site.kind} {move.style}", move.site.block
             found[part] = merge_(without(whole, move.site, move.style))
-    for block, count in feature_counts(whole).items():
-        found[FEATURES, block] = cut_features_(clone(whole), FewerFeatures(block, count - count // 2))
+    for name, kind, counts in (
+        (FEATURES, FewerFeatures, feature_counts(whole)),
+        (HEADS, FewerHeads, head_counts(whole)),
+    ):
+        for block, count in counts.items():
+            if count > 1:
+                found[name, block] = cut_branch_(clone(whole), kind(block, count - count // 2))
     return found
+
+
+def _cost_alike(one: str, other: str) -> bool:
+    """Whether two styles cost the same, but for parameters."""
+    return len({STYLES[name].costs_like or name for name in (one, other)}) == 1
 
 
 def _with_tokens(

@@ -12,12 +12,12 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from hetdpt.core.plan import KINDS, Kind, Plan
+from hetdpt.core.plan import KINDS, FewerFeatures, Kind, Narrower, Plan
 from hetdpt.reduce.apply import placed
 from hetdpt.reduce.tokens.reduce import reduce_tokens_
-from hetdpt.reduce.width.features import feature_counts, narrow_features_
+from hetdpt.reduce.width.inner import inner_count, narrow_branches_
 from hetdpt.selection.damage import Cost
-from hetdpt.selection.moves import chunk_of
+from hetdpt.selection.moves import STEP, chunk_of
 from hetdpt.surgery.fit_tail import fit_tail_
 from hetdpt.surgery.record import require_record
 
@@ -39,15 +39,14 @@ class Return:
         return f"{self.what} given back"
 
 
-def returns(plan: Plan, dense: nn.Module) -> list[Return]:
-    """Return what ``plan`` can give back: a layer, a chunk of features, a block of the tail, half of the merging."""
+def returns(plan: Plan, dense: nn.Module, step: int = STEP) -> list[Return]:
+    """Return what ``plan`` can give back: a layer, a chunk of features, a head, a block of the tail, half of the merging.
+
+    Chunks of features are multiples of ``step``.
+    """
     layers = [(kind, block) for kind in KINDS for block in getattr(plan, kind)]
     found = [Return(f"{kind} {block}", _with_layer(plan, kind, block)) for kind, block in layers]
-    whole = feature_counts(dense) if plan.features else {}
-    for block, count in plan.features:
-        more = count + chunk_of(whole[block])
-        rest = _with_features(plan, block, more if more < whole[block] else None)
-        found.append(Return(f"features in block {block}", rest))
+    found += [_wider(plan, move, inner_count(dense, move), step) for move in plan.narrower]
     if plan.tail > 1:
         found.append(Return("a block of the tail", replace(plan, tail=plan.tail - 1 if plan.tail > 2 else 0)))
     if plan.tokens:
@@ -57,7 +56,7 @@ def returns(plan: Plan, dense: nn.Module) -> list[Return]:
 
 
 def without_pointless(plan: Plan, cost: Cost, least: float) -> Plan:
-    """Return ``plan`` with the layers and features given back that save less than ``least``.
+    """Return ``plan`` with the layers and narrower branches given back that save less than ``least``.
 
     A longer tail leaves such behind: in its blocks there is next to nothing to save.
 
@@ -69,7 +68,7 @@ def without_pointless(plan: Plan, cost: Cost, least: float) -> Plan:
     steps: list[Callable[[Plan], Plan]] = []
     for kind in KINDS:
         steps += [partial(_with_layer, kind=kind, block=block) for block in getattr(plan, kind)]
-    steps += [partial(_with_features, block=block) for block, _ in plan.features]
+    steps += [partial(_with_width, move=move) for move in plan.narrower]
     for step in steps:
         if cost(step(plan)) - cost(plan) < least:
             plan = step(plan)
@@ -84,10 +83,20 @@ def _with_layer(plan: Plan, kind: Kind, block: int) -> Plan:
     return replace(plan, site_styles=styles, attention=left["attention"], activation=left["activation"])
 
 
-def _with_features(plan: Plan, block: int, count: int | None = None) -> Plan:
-    """Return ``plan`` with ``count`` features in ``block``, or all of them."""
-    others = tuple(row for row in plan.features if row[0] != block)
-    return replace(plan, features=others if count is None else (*others, (block, count)))
+def _wider(plan: Plan, move: Narrower, whole: int, step: int) -> Return:
+    """Return a chunk of features or a head given back to a branch that had ``whole`` of them."""
+    is_ffn = isinstance(move, FewerFeatures)
+    more = move.count + (chunk_of(whole, step) if is_ffn else 1)
+    what = f"{'features' if is_ffn else 'heads'} in block {move.block}"
+    return Return(what, _with_width(plan, move, more if more < whole else None))
+
+
+def _with_width(plan: Plan, move: Narrower, count: int | None = None) -> Plan:
+    """Return ``plan`` with ``count`` features or heads in the branch of ``move``, or all of them."""
+    is_ffn = isinstance(move, FewerFeatures)
+    others = tuple(row for row in (plan.features if is_ffn else plan.heads) if row[0] != move.block)
+    left = others if count is None else (*others, (move.block, count))
+    return replace(plan, features=left) if is_ffn else replace(plan, heads=left)
 
 
 @torch.no_grad()
@@ -95,14 +104,15 @@ def put_back(current: nn.Module, dense: nn.Module, plan: Plan, batches: Iterable
     """Return a copy of ``current`` that has given back what ``plan`` does not remove, taken from ``dense``.
 
     ``plan`` is that of a ``Return``. The rest is as it is in ``current``, not fitted again, but for the tail if more of
-    it reads patches. ``batches`` are read only where the block has another number of features then, and for that.
+    it reads patches. ``batches`` are read only where a branch has another width then, and for that.
     """
     record = require_record(current)
-    same = tuple(row for row in plan.features if row in record.plan.features)
-    found = placed(dense, replace(plan, features=same, tokens=None))
+    features = tuple(row for row in plan.features if row in record.plan.features)
+    heads = tuple(row for row in plan.heads if row in record.plan.heads)
+    found = placed(dense, replace(plan, features=features, heads=heads, tokens=None))
     _share_values_(found, current)
-    if narrower := {block: count for block, count in plan.features if (block, count) not in same}:
-        narrow_features_(found, narrower, batches)
+    if narrower := [move for move in plan.narrower if move not in record.plan.narrower]:
+        narrow_branches_(found, narrower, batches)
     if (plan.tail, plan.attention) != (record.plan.tail, record.plan.attention):
         fit_tail_(found, batches)
     return reduce_tokens_(found, plan.tokens) if plan.tokens else found

@@ -74,15 +74,15 @@ def prune_(model: nn.Module, plan: Plan, input_size: InputSize | None = None) ->
 
 
 def refuse_reductions(plan: Plan) -> None:
-    """Raise ``PlanError`` if hidden features or tokens are to be removed, which is not done here."""
+    """Raise ``PlanError`` if branches are to be narrower or tokens fewer, which is not done here."""
     if plan.tokens is not None:
         raise PlanError(
             f"the plan reduces tokens ({plan.tokens.method}, r = {plan.tokens.r}), which is done last; apply it "
             "with hetdpt apply --data, or hetdpt.apply_(model, plan, batches), and use that model"
         )
-    for block, count in plan.features:
+    for move in plan.narrower:
         raise PlanError(
-            f"the plan leaves {count} hidden features in block {block}, which is fitted on images; apply the plan with "
+            f"the plan leaves {move}, which is fitted on images; apply the plan with "
             "hetdpt apply --data, or hetdpt.apply_(model, plan, batches), and use that model"
         )
 
@@ -129,6 +129,7 @@ def _united(plan: Plan, record: Record) -> Plan:
         site_styles=(*plan.site_styles, *kept),
         tail=max(plan.tail, record.plan.tail),
         features=(*record.plan.features, *plan.features),
+        heads=(*record.plan.heads, *plan.heads),
         anatomy=record.survey.anatomy,
         fits=tuple(fit for fit in fits if fit.kind != "tail" or fit.block not in attention),
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from hetdpt.core.errors import PlanError
 from hetdpt.core.fold import exact
 from hetdpt.reduce.width.scores import Heads, Narrowable
-from hetdpt.reduce.width.shapes import WidthCut
+from hetdpt.reduce.width.shapes import WidthCut, add_features, add_heads, existing
 
 
 @dataclass(frozen=True)
@@ -156,26 +156,10 @@ def cut_of(model: nn.Module, parts: Narrowable, kept: Kept) -> WidthCut:
         cut.attributes.update(dict.fromkeys(parts.stream.attributes, len(kept.stream)))
         cut.attributes.update({(path, "normalized_shape"): (len(kept.stream),) for path in parts.stream.norms})
     for number, indices in kept.hidden.items():
-        ffn = parts.hidden[number].ffn
-        cut.kept.update({(f"{ffn.first}.weight", 0): indices, (f"{ffn.second}.weight", 1): indices})
-        cut.kept[f"{ffn.first}.bias", 0] = indices
+        add_features(cut, parts.hidden[number].ffn, indices)
     for number, table in kept.heads.items():
-        _cut_heads(cut, parts.heads[number], table)
-    return replace(cut, kept={place: indices for place, indices in cut.kept.items() if place[0] in there})
-
-
-def _cut_heads(cut: WidthCut, part: Heads, table: Tensor) -> None:
-    attention, indices = part.attention, table.flatten()
-    rows: dict[str, list[Tensor]] = {}
-    for layer, start in (attention.queries, attention.keys, attention.values):
-        rows.setdefault(layer, []).append(start + indices)
-    for layer, lists in rows.items():
-        cut.kept.update({(f"{layer}.{name}", 0): torch.cat(lists) for name in ("weight", "bias")})
-    cut.kept[f"{attention.out}.weight", 1] = indices
-    for norm in attention.norms:
-        cut.kept.update({(f"{norm}.{name}", 0): table[0] % attention.head_dim for name in ("weight", "bias")})
-    for name, value in attention.attributes(*table.shape).items():
-        cut.attributes[attention.path, name] = value
+        add_heads(cut, parts.heads[number].attention, table)
+    return existing(cut, model)
 
 
 @torch.no_grad()

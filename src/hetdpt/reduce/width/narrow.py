@@ -37,7 +37,7 @@ from hetdpt.reduce.width.scores import (
     score,
 )
 from hetdpt.reduce.width.search import RUNGS, RatioSearch, Timing
-from hetdpt.reduce.width.shapes import cut_, mark_narrowed_
+from hetdpt.reduce.width.shapes import cut_, map_of_heads, mark_narrowed_
 from hetdpt.surgery.arrange import arrange_, take_off_, with_all_tokens
 from hetdpt.surgery.fit_tail import fit_tail_
 from hetdpt.surgery.merge import merge_
@@ -265,8 +265,7 @@ class WidthSurvey:
         paths = {h.parts.core: h.site.block for h in require_record(model).survey.handles if h.parts}
         for number, table in kept.heads.items():
             if paths[self.parts.heads[number].attention.path] == block:
-                rows = torch.cat([table.flatten(), len(bias) // 2 + table.flatten()]).to(bias.device)
-                weight, bias = weight[rows], bias[rows]
+                weight, bias = map_of_heads(weight, bias, table.flatten())
         return (weight if kept.stream is None else weight[:, kept.stream.to(weight.device)]), bias
 
     def behind(self, kept: Kept) -> dict[str, Tensor]:

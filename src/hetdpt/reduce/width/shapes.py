@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from hetdpt.adapters.anatomy import Survey
-from hetdpt.adapters.attention import NAMES
+from hetdpt.adapters.attention import NAMES, Attention
+from hetdpt.adapters.ffn import Ffn
 from hetdpt.adapters.trace import dry_run
 from hetdpt.core.errors import FileError, ModelError, first_line
 from hetdpt.core.gates import Constant
@@ -73,6 +74,39 @@ class WidthCut:
     """Indices, in order."""
     attributes: dict[tuple[str, str], Any] = field(default_factory=dict)
     """New values, by the path of the module and the name of the attribute."""
+
+
+def add_heads(cut: WidthCut, attention: Attention, table: Tensor) -> None:
+    """Add to ``cut`` what an attention keeps: its inputs of the layer behind it, (heads, dimensions of each)."""
+    indices = table.flatten()
+    rows: dict[str, list[Tensor]] = {}
+    for layer, start in (attention.queries, attention.keys, attention.values):
+        rows.setdefault(layer, []).append(start + indices)
+    for layer, lists in rows.items():
+        cut.kept.update({(f"{layer}.{name}", 0): torch.cat(lists) for name in ("weight", "bias")})
+    cut.kept[f"{attention.out}.weight", 1] = indices
+    for norm in attention.norms:
+        cut.kept.update({(f"{norm}.{name}", 0): table[0] % attention.head_dim for name in ("weight", "bias")})
+    for name, value in attention.attributes(*table.shape).items():
+        cut.attributes[attention.path, name] = value
+
+
+def add_features(cut: WidthCut, ffn: Ffn, indices: Tensor) -> None:
+    """Add to ``cut`` the hidden features that an FFN keeps."""
+    cut.kept.update({(f"{ffn.first}.weight", 0): indices, (f"{ffn.second}.weight", 1): indices})
+    cut.kept[f"{ffn.first}.bias", 0] = indices
+
+
+def map_of_heads(weight: Tensor, bias: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
+    """Return what is left of the map of keys and values in a tail, given the inputs left of the layer behind them."""
+    rows = torch.cat([indices, len(bias) // 2 + indices]).to(bias.device)
+    return weight[rows], bias[rows]
+
+
+def existing(cut: WidthCut, model: nn.Module) -> WidthCut:
+    """Return ``cut`` without the parameters that ``model`` does not have, such as biases."""
+    there = dict(model.named_parameters())
+    return replace(cut, kept={place: indices for place, indices in cut.kept.items() if place[0] in there})
 
 
 @torch.no_grad()
