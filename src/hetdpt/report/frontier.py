@@ -21,8 +21,9 @@ from hetdpt.store.atomic import write_csv, write_text, written
 
 PLANS, TABLE, FIGURE, PAGE = "plans", "frontier.csv", "frontier.png", "frontier.html"
 COLUMNS = (
-    "speedup", "damage", "ms", "accuracy", "low", "high", "images", *KINDS, "tail", "features", "heads", "tokens", "plan",
-)  # fmt: skip
+    *("speedup", "damage", "ms", "accuracy", "low", "high", "images"),
+    *(*KINDS, "tail", "features", "heads", "tokens", "plan"),
+)
 POINT = Look("accent", "o", css="best")
 LINE = Look("accent", line="-", order=2)
 NARROWER = ("features", "heads")  # fields of a plan

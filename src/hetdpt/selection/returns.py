@@ -40,7 +40,7 @@ class Return:
 
 
 def returns(plan: Plan, dense: nn.Module, step: int = STEP) -> list[Return]:
-    """Return what ``plan`` can give back: a layer, a chunk of features, a head, a block of the tail, half of the merging.
+    """Return what ``plan`` can give back: a layer, a chunk of features, a head, a tail block, half of the merging.
 
     Chunks of features are multiples of ``step``.
     """
