@@ -26,7 +26,7 @@ from hetdpt.surgery.tail import is_tail_possible
 
 CHUNKS = 12  # of the hidden features of an FFN; each is one move
 PARTS = 96  # of the tokens; each is one move, in every block
-JUMPS = (1, 2, 4)  # moves at once that are offered: the first few tokens save less time than matching takes
+JUMPS = (1, 2, 4)  # moves at once that are offered first: a few tokens save less time than matching takes
 Batches = Iterable[Tensor]
 
 
@@ -106,7 +106,7 @@ def _tokens(model: nn.Module, dense: nn.Module) -> list[FewerTokens]:
     except ModelError:
         return []
     tokens, part = require_record(model).tokens, max(count // PARTS, 1)
-    more = [(tokens.r if tokens else 0) + part * jump for jump in JUMPS]
+    more = [tokens.r + part] if tokens else [part * jump for jump in JUMPS]
     return [FewerTokens(Tokens("tome", r)) for r in more if r * _stop(model) <= count]  # some are left
 
 
