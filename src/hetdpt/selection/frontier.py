@@ -174,15 +174,19 @@ class FrontierSearch:
         chosen = {*order[: max(MEASURED, unknown)]}
         damages = self._damages_of([move for move in gains if move in chosen], variants)
         found = [TriedMove(move, gains[move], max(one - self.damage, 0.0)) for move, one in damages.items()]
-        self._known |= {_key(one.move): one.ratio for one in found}
+        self._known |= {_key(one.move): one.ratio for one in sorted(found, key=lambda one: -one.ratio)}  # the least
         return [one for one in found if isfinite(one.damage)]
 
     def _best(self, tried: list[TriedMove]) -> list[TriedMove]:
-        """Return the moves of this round: those with the least damage for what they save, one in a branch."""
+        """Return the moves of this round: those with the least damage for what they save, one in a branch.
+
+        That of others is at most ``WORSE`` times that of the best, or that of the latest round.
+        """
         taken, saved, branches = list[TriedMove](), 0.0, set[object]()
         order = sorted(tried, key=lambda one: one.ratio)
+        limit = max(WORSE * order[0].ratio, self._price) if order else 0.0
         for one in order:
-            if saved >= self.share * self.whole or (taken and one.ratio > WORSE * order[0].ratio):
+            if saved >= self.share * self.whole or (taken and one.ratio > limit):
                 break
             if _branch(one.move) not in branches:
                 taken.append(one)

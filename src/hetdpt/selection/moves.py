@@ -30,7 +30,7 @@ STEP = 8  # of the sizes of FFNs, where it is not measured
 STEPS = (1, 8, 16, 32, 64)  # of which the device may need one
 SLOWER = 1.03  # times as long as with the best step, a feature may take
 PARTS = 96  # of the tokens; each is one move, in every block
-JUMPS = (1, 2, 4)  # moves at once that are offered: the first few tokens save less time than matching takes
+JUMPS = (1, 2, 4)  # moves at once that are offered first: a few tokens save less time than matching takes
 Batches = Iterable[Tensor]
 
 
@@ -146,7 +146,8 @@ def step_of(times: Mapping[int, float]) -> int:
 def _tokens(model: nn.Module, dense: nn.Module, _: int) -> list[FewerTokens]:
     """Return a few more tokens merged in every block with attention, if ``model`` supports that."""
     tokens, count = require_record(model).tokens, _tokens_to_merge(dense)
-    more = [(tokens.r if tokens else 0) + max(count // PARTS, 1) * jump for jump in JUMPS]
+    part = max(count // PARTS, 1)
+    more = [tokens.r + part] if tokens else [part * jump for jump in JUMPS]
     return [FewerTokens(Tokens("tome", r)) for r in more if 0 < r * _stop(model) <= count]  # some are left
 
 
