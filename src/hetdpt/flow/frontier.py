@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from hetdpt.core.errors import PlanError
 from hetdpt.core.plan import KINDS, Removal
 from hetdpt.core.progress import StageProgress
-from hetdpt.flow.oneshot import ImagesSeen, asked_of
+from hetdpt.flow.images_seen import ImagesSeen, asked_of
 from hetdpt.results import FrontierPoint, FrontierResult, from_json, to_json
 from hetdpt.selection.frontier import FrontierSearch
 from hetdpt.selection.move_prices import MovePrices, measure_move_prices
@@ -68,10 +68,10 @@ def frontier_into(
         return from_json(FrontierResult, run.summary, directory)
     with run.alone():
         removal = settled_removal(model, "calibrated", "auto", seen["fit"].size)
-        prices, found = _begin(run, model, removal, seen["fit"].size, progress)
+        prices, found = begin(run, model, removal, seen["fit"].size, progress)
         dense, counts = prices.ms(), {name: one.count for name, one in seen.items()}
         search = FrontierSearch(model, batches, judge, prices.ms, removal=removal, kinds=config.moves)
-        for point in _points(run, search, prices, found, dense / config.speedup):
+        for point in points_until(run, search, prices, found, dense / config.speedup):
             if watch is not None:
                 watch(point, dense / point.cost)
         result = FrontierResult(dense_ms=dense, measured=prices.layers.measured, points=tuple(found), images=counts)
@@ -80,25 +80,36 @@ def frontier_into(
     return result
 
 
-def _begin(
-    run: Run, model: nn.Module, removal: Removal, size: InputSize, progress: StageProgress | None
+def begin(
+    run: Run,
+    model: nn.Module,
+    removal: Removal,
+    size: InputSize,
+    progress: StageProgress | None,
+    batch: int | None = None,
 ) -> tuple[MovePrices, list[FrontierPoint]]:
     """Return the prices and the points so far: those of an interrupted run, or new prices and no points."""
     file = run.directory / "checkpoints"
     if (state := run.checkpoints.latest()) is not None:
         return from_json(MovePrices, state["prices"], file), from_json(list[FrontierPoint], state["points"], file)
-    return measure_move_prices(model, removal=removal, input_size=size, progress=progress), []
+    return measure_move_prices(model, removal=removal, input_size=size, batch=batch, progress=progress), []
 
 
-def _points(
-    run: Run, search: FrontierSearch, prices: MovePrices, found: list[FrontierPoint], least: float
+def points_until(
+    run: Run,
+    search: FrontierSearch,
+    prices: MovePrices,
+    found: list[FrontierPoint],
+    least: float,
+    also: Callable[[], dict[str, Any]] = dict,
 ) -> Iterator[FrontierPoint]:
-    """Yield the points that are not in ``found`` yet; each is kept before the next round begins."""
-    if found:
+    """Yield the points that are not in ``found`` yet; each is kept before the next round begins, with ``also``."""
+    if found and search.plan != found[-1].plan:
         search.resume(found[-1])
     for point in search.rounds(least):
         found.append(point)
-        run.checkpoints.keep({"prices": to_json(prices), "points": [to_json(one) for one in found]})
+        state = {"prices": to_json(prices), "points": [to_json(one) for one in found]}
+        run.checkpoints.keep({**state, **also()})
         yield point
 
 
