@@ -148,20 +148,20 @@ def mix_into(
     judge: Iterable[Tensor],
     config: MixConfig,
     progress: StageProgress | None = None,
-) -> Iterator[FrontierPoint]:
+) -> Iterator[tuple[FrontierPoint, float]]:
     """Yield the rounds of a search until the model that it makes is measured to meet a goal, or after some attempts.
 
-    What was done is kept in ``directory``; called again, it yields the rounds from there. Those of a goal that is out
-    of reach are removed.
+    Beside each is the speedup or the MACs of its plan, by its price. What was done is kept in ``directory``; called
+    again, it yields the rounds from there. Those of a goal that is out of reach are removed.
     """
     seen = {"fit": ImagesSeen.of(batches, model), "judge": ImagesSeen.of(judge, model)}
     run = Run.open(directory, {**asked_of(model, seen), **flat(vars(config))})
     with run.alone():
         try:
             mix = Mix(run, model, batches, judge, seen["fit"].size, config, progress)
-            yield from mix.points
+            yield from [(point, mix.reached(point.plan)) for point in mix.points]
             for _ in range(ATTEMPTS):
-                yield from mix.rounds()
+                yield from ((point, mix.reached(point.plan)) for point in mix.rounds())
                 if not mix.continues(_measured(mix, seen["fit"].size)):
                     break
         except PlanError:

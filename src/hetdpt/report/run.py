@@ -69,7 +69,8 @@ class RunRecord:
 
     @property
     def method(self) -> str:
-        return str(self.config.get("method", ""))
+        """What chooses layers, if that is known: by default the goal decides."""
+        return self.results.select.method if self.results.select else str(self.config.get("method") or "")
 
     @property
     def goals(self) -> dict[str, Any]:
