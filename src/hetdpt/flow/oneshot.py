@@ -129,8 +129,8 @@ def oneshot_into(
     """Remove what does the least damage to ``model``, and save the faster model to ``directory``; no labels.
 
     Replacements are fitted on the images of ``batches``, damage is measured on those of ``judge``. ``directory`` also
-    has the plan and the result, as JSON. Until it is written, the choices so far are in ``partial_of(directory)``; called
-    again after a kill, it resumes from there. ``watch`` is called with every choice.
+    has the plan and the result, as JSON. Until it is written, the choices so far are in ``partial_of(directory)``;
+    called again after a kill, it resumes from there. ``watch`` is called with every choice.
 
     >>> import tempfile, hetdpt
     >>> model = hetdpt.create("test_vit", img_size=32, num_classes=10)

@@ -69,8 +69,7 @@ class RunRecord:
 
     @property
     def method(self) -> str:
-        """What chooses layers, if that is known: by default the goal decides."""
-        return self.results.select.method if self.results.select else str(self.config.get("method") or "")
+        return str(self.config.get("method", ""))
 
     @property
     def goals(self) -> dict[str, Any]:

@@ -182,7 +182,7 @@ def _run_row(name: str, record: RunRecord) -> tuple[str, ...]:
     measured = record.results.measure
     others = ["width"] if record.config.get("plus") else []
     others += [str(tokens)] if (tokens := record.config.get("tokens")) else []
-    about = name, record.model, describe(record.goals), " + ".join([name for name in (record.method, *others) if name])
+    about = name, record.model, describe(record.goals), " + ".join([record.method, *others])
     if measured is None:
         return *about, *[NONE] * 5, f"not finished: next stage is {record.next_stage}"
     dense, pruned, speed = measured.dense, measured.pruned, measured.speedup

@@ -151,8 +151,8 @@ def require_budget(method: Method) -> None:
     """Raise ``PlanError`` unless the method removes a number of layers."""
     if not method.takes_budget:
         raise PlanError(
-            f"the method {method.name} removes more than layers, until a goal of speed or MACs is met; use hetdpt run or "
-            f"hetdpt oneshot with --speedup 1.5, or a method that removes layers: {', '.join(BY_LAYERS)}"
+            f"the method {method.name} removes more than layers, until a goal of speed or MACs is met; use hetdpt run "
+            f"or hetdpt oneshot with --speedup 1.5, or a method that removes layers: {', '.join(BY_LAYERS)}"
         )
 
 

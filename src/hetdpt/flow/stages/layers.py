@@ -116,7 +116,7 @@ def _mixed(context: RunContext) -> SelectResult:
     config, analysis = context.config, context.of(AnalyseResult)
     [(goal, value)] = config.with_numbers(analysis.prices.dense).target.items()
     asked: dict[str, Any] = {"goal": goal, "value": value, "removal": config.removal, "moves": config.moves}
-    seed = config.recovery.training.seed
+    seed = config.search.training.seed
     images = fitting_and_judging_images(context.model, context.data, config.images, seed, config.workers)
     place = context.directory
     place.mkdir(exist_ok=True)
