@@ -1,4 +1,4 @@
-"""Methods against each other: every method of METHODS chooses layers, all get the same fine-tuning.
+"""Methods against each other: each of METHODS that removes a number of layers, with the same fine-tuning.
 
     python benchmarks/accuracy.py vit-tiny | demo [--removal calibrated,plain] [--layers 8,6,4,2] [--methods all]
                                   [--seeds 3] [--out benchmarks/results/accuracy.json]
@@ -31,7 +31,7 @@ from hetdpt.flow.comparison.work import Cell, Chosen, Trained
 from hetdpt.flow.demo import demo_config
 from hetdpt.flow.execution import Execution
 from hetdpt.flow.recipes import recipe
-from hetdpt.selection.methods import METHODS
+from hetdpt.selection.methods import BY_LAYERS
 from hetdpt.selection.predictor.samples import CollectConfig, SampleStep
 from hetdpt.selection.select import SelectConfig
 from hetdpt.training.recover import RecoverConfig
@@ -91,7 +91,7 @@ CASES: dict[str, Callable[[], Case]] = {"vit-tiny": vit_tiny, "demo": demo}
 
 def config_of(case: Case, removal: str, options: argparse.Namespace) -> CompareConfig:
     """Return what is compared under one kind of removal."""
-    chosen = tuple(METHODS) if options.methods == "all" else tuple(options.methods.split(","))
+    chosen = BY_LAYERS if options.methods == "all" else tuple(options.methods.split(","))
     collection = case.collection and CollectConfig(
         recovery=case.collection, removal=removal, images=case.images, rounds=(8, 8, 7)
     )

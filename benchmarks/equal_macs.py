@@ -28,7 +28,7 @@ from hetdpt.results import RunSummary
 
 RECOVERY = {f"recovery.{name}": value for name, value in OLD_QUICK.items()}
 WAYS: dict[str, dict[str, Any]] = {
-    "depth": {},
+    "depth": {"method": "hetdpt"},
     "width": {"plus": True, "layers": 0, "samples": None},
     "depth + width": {"plus": True},
 }

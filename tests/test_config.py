@@ -19,7 +19,7 @@ from hetdpt.flow.config import RunConfig
 from hetdpt.flow.recipes import RECIPES, quick, recipe
 from hetdpt.reduce.width.narrow import WidthConfig
 from hetdpt.results import Price
-from hetdpt.selection.methods import METHODS
+from hetdpt.selection.methods import BY_LAYERS, METHODS
 
 REQUIRED: dict[str, Any] = {"model": "demo", "data": "demo", "out": Path("runs/one")}
 
@@ -131,7 +131,7 @@ def test_what_stands_for_a_value_becomes_it() -> None:
     assert (config(macs="3.2G").macs, config(params="16M").params, config(macs="2.5e9").macs) == (3.2e9, 16e6, 2.5e9)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", BY_LAYERS)
 def test_the_configs_of_stages_say_what_it_says(method: str) -> None:
     made = config(method=method, removal="norm", images=7, candidates="te", explores=False)
     assert made.is_split == (METHODS[method].split == "map")

@@ -63,7 +63,8 @@ ANOTHER: dict[str, Any] = {
     **{name: "70%" if goal.is_cost else goal.parse(goal.example).value for name, goal in GOALS.items()},
     "budget": (0, 2), "method": "map+te", "class_token": "share", "tail": 2, "trim": False,
     "compare": ("te-static",), "removal": "plain", "images": 32, "rounds": (1, 1, 1), "candidates": "te",
-    "explores": False, "plus": True, "depths": (1,), "tokens": "tome:3", "keep": "last", "export": ("onnx",),
+    "explores": False, "moves": ("tail", "features"),
+    "plus": True, "depths": (1,), "tokens": "tome:3", "keep": "last", "export": ("onnx",),
     "onnx": True, "batch": 2,
     "width.importance": "l2", "width.round_to": 2, "width.shares": (0.5, 1.0, 1.0, 0.5), "width.refits": False,
     "width.seed": 7,
@@ -89,11 +90,12 @@ FLOWS: dict[str, dict[str, Any]] = {
     "budget": {"budget": [1, 1]},
     "method": {"layers": 1, "method": "te-static"},
     "goal": {"macs": "60%", "method": "calibrated-greedy", "tail": None},
+    "mixed": {"macs": "60%"},
     "width": {"plus": True, "macs": "60%", "depths": [0], "tokens": "tome:2", **SAMPLED},
     "layers and width": {"plus": True, "layers": 1, "params": "60%", **SAMPLED},
 }
 """Runs that together have all stages, and of each its ways."""
-SLOW = ("layers", "method", "goal", "speedup", "budget", "width", "layers and width")
+SLOW = ("layers", "method", "goal", "mixed", "speedup", "budget", "width", "layers and width")
 NAMES = {one.name for one in fields(RunConfig)}
 
 

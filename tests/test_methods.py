@@ -21,9 +21,10 @@ from hetdpt.cli import app
 from hetdpt.core.errors import PlanError
 from hetdpt.core.plan import KINDS, Budget, Plan, Site, Tail
 from hetdpt.data.sources import Data, open_data
+from hetdpt.flow.comparison.compare import CompareConfig
 from hetdpt.selection.goal import RemovalTarget
 from hetdpt.selection.importance import Picked
-from hetdpt.selection.methods import Method
+from hetdpt.selection.methods import BY_LAYERS, Method
 from hetdpt.selection.select import SCORES, SelectConfig, kinds_of, usual_search
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -49,6 +50,12 @@ def dense() -> Iterator[nn.Module]:
         yield timm.create_model("vit_tiny_patch16_224", **SIZES).eval()
 
 
+@pytest.fixture(params=BY_LAYERS)
+def counted(request: pytest.FixtureRequest) -> Method:
+    """Return a method that removes a number of layers."""
+    return hetdpt.METHODS[request.param]
+
+
 class TestContract:
     def test_row_says_how_it_splits_and_scores_and_where_it_is_from(self, row: Method) -> None:
         assert hetdpt.METHODS[row.name] is row
@@ -56,31 +63,31 @@ class TestContract:
         assert row.paper
         assert row.about.endswith(".")
 
-    def test_plan_has_the_budget_and_its_split(self, row: Method, dense: nn.Module, data: Data) -> None:
+    def test_plan_has_the_budget_and_its_split(self, counted: Method, dense: nn.Module, data: Data) -> None:
         before = {name: tensor.clone() for name, tensor in dense.state_dict().items()}
         found: list[Picked] = []
         config = SelectConfig(search=SEARCH, images=32)
-        plan = hetdpt.select(dense, data, Budget(1, 2), row.name, config, watch=found.append)
+        plan = hetdpt.select(dense, data, Budget(1, 2), counted.name, config, watch=found.append)
         assert len(plan) == 3
         assert plan.removal == "calibrated"
         plan.check(plan.anatomy)  # type: ignore[arg-type]
         assert [plan.removes(picked.site) for picked in found] == [True] * 3
-        if row.split == "map":
+        if counted.split == "map":
             assert plan.budget == Budget(1, 2)
-        if row.only:
-            assert len(getattr(plan, row.only)) == 3
+        if counted.only:
+            assert len(getattr(plan, counted.only)) == 3
         assert all(torch.equal(tensor, before[name]) for name, tensor in dense.state_dict().items())
-        assert hetdpt.select(dense, data, Budget(1, 2), row.name, config) == plan  # the seed decides
+        assert hetdpt.select(dense, data, Budget(1, 2), counted.name, config) == plan  # the seed decides
 
-    def test_plan_is_of_the_removal_asked_for(self, row: Method, dense: nn.Module, data: Data) -> None:
+    def test_plan_is_of_the_removal_asked_for(self, counted: Method, dense: nn.Module, data: Data) -> None:
         config = SelectConfig(search=SEARCH, images=32, removal="plain")
-        plan = hetdpt.select(dense, data, Budget(1, 1), row.name, config)
+        plan = hetdpt.select(dense, data, Budget(1, 1), counted.name, config)
         hetdpt.prune_(dense, plan)  # needs no images
         assert plan.removal == "plain"
 
-    def test_too_large_a_budget_is_refused(self, row: Method, dense: nn.Module, data: Data) -> None:
+    def test_too_large_a_budget_is_refused(self, counted: Method, dense: nn.Module, data: Data) -> None:
         with pytest.raises(PlanError, match=r"cannot remove \d+ (\w+ )?layers: this model has \d that can be removed"):
-            hetdpt.select(dense, data, Budget(4, 4), row.name, SelectConfig(images=32))
+            hetdpt.select(dense, data, Budget(4, 4), counted.name, SelectConfig(images=32))
 
     def test_row_is_in_the_docs(self, row: Method) -> None:
         page = (DOCS / "method.md").read_text()
@@ -109,6 +116,22 @@ class TestBudget:
             hetdpt.select(dense, replace(data, train=None), 2, "te-static")
 
 
+class TestMore:
+    """A method that removes more than layers."""
+
+    def test_it_takes_no_number_of_layers(self, row: Method, dense: nn.Module, data: Data) -> None:
+        assert row.takes_budget == (row.name in BY_LAYERS) == (row.name != "mixed")
+        if row.takes_budget:
+            return
+        for budget in (2, Budget(1, 1), target(dense, 0)):
+            with pytest.raises(PlanError, match="the method mixed removes more than layers, until a goal of .* is met"):
+                hetdpt.select(dense, data, budget, row.name, SelectConfig(images=32))
+
+    def test_it_is_not_compared_at_a_number_of_layers(self) -> None:
+        with pytest.raises(PlanError, match="the method mixed removes more than layers"):
+            CompareConfig(layers=(2,), methods=("mixed",), selection=SelectConfig(), recovery=SEARCH)
+
+
 class TestGoal:
     """A method that chooses by what plans cost, until they meet a goal."""
 
@@ -130,12 +153,12 @@ class TestGoal:
             assert (tails, plan.tail) == ([], 0)
             assert min(one.score for one in found) > 1e-5, "every layer does damage"
 
-    def test_other_methods_take_a_number(self, row: Method, dense: nn.Module, data: Data) -> None:
-        assert row.is_priced == (row.name == "calibrated-greedy")
-        if row.is_priced:
+    def test_other_methods_take_a_number(self, counted: Method, dense: nn.Module, data: Data) -> None:
+        assert counted.is_priced == (counted.name == "calibrated-greedy")
+        if counted.is_priced:
             return
         with pytest.raises(PlanError, match="removes a number of layers, whatever they cost; .* or calibrated-greedy"):
-            hetdpt.select(dense, data, target(dense, 0), row.name, SelectConfig(images=32))
+            hetdpt.select(dense, data, target(dense, 0), counted.name, SelectConfig(images=32))
 
 
 def target(model: nn.Module, longest: int) -> RemovalTarget:
@@ -185,6 +208,7 @@ class TestCommand:
             ((), "give either how many layers of each kind to remove"),
             (("--layers", "2", "--attention", "1"), "give either how many layers of each kind to remove"),
             (("--layers", "2"), "the method hetdpt needs the number of layers of each kind, but got 2 in total"),
+            (("--layers", "2", "--method", "mixed"), "the method mixed removes more than layers"),
             (("--layers", "2", "--method", "ranom"), "no method is called 'ranom'; did you mean random?"),
             (("--layers", "2", "--method", "random", "--samples", "x.csv"), "random has no such split"),
             (("--attention", "4"), "cannot remove 4 attention layers: this model has 3"),

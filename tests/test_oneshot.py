@@ -24,7 +24,7 @@ from torch import Tensor, nn
 import hetdpt
 from hetdpt.core.errors import DataError, FileError, PlanError
 from hetdpt.core.modules import clone
-from hetdpt.core.plan import Tail, with_class_token
+from hetdpt.core.plan import with_class_token
 from hetdpt.core.styles import ClassToken, ClassTokenChoice
 from hetdpt.flow import oneshot
 from hetdpt.flow.oneshot import OneShotResult, OneShotStep, oneshot_into, partial_of
@@ -189,25 +189,6 @@ def tail_prices(*_: Any, **__: Any) -> Prices:
     return Prices(Price(1, 1, 100.0), (four,) * 3, (four,) * 3, "cpu, float32, batch 8", kept)
 
 
-@pytest.mark.parametrize("after", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_a_tail_is_chosen_and_going_on_gives_the_same_model(
-    tmp_path: Path, dense: nn.Module, after: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(goals, "measure_prices", tail_prices)
-    monkeypatch.setattr(oneshot, "ATTEMPTS", 1)
-    config = OneShotConfig(speedup=2.0)  # of 80 ms after trimming 30 have to go, most of them by a tail
-    whole = shoot(tmp_path / "whole", dense, config)
-    assert whole.plan.tail > 1
-    assert Tail(whole.plan.tail) in [choice.move for choice in whole.choices]
-    assert {fit.kind for fit in whole.plan.fits} >= {"tail"}
-    assert json.loads((tmp_path / "whole" / "plan.json").read_text())["tail"] == whole.plan.tail
-    stopped(tmp_path / "out", dense, config, min(after, len(whole.choices)))
-    found = shoot(tmp_path / "out", dense, config)
-    assert (found.plan, found.choices, found.damage) == (whole.plan, whole.choices, whole.damage)
-    assert sha256(tmp_path / "out" / "model.safetensors") == sha256(tmp_path / "whole" / "model.safetensors")
-    assert require_record(hetdpt.load(tmp_path / "out")).plan.tail == whole.plan.tail
-
-
 @pytest.mark.parametrize("removal", ["calibrated", "plain"])
 def test_a_tail_may_be_given(tmp_path: Path, dense: nn.Module, removal: str) -> None:
     found = shoot(tmp_path / "out", dense, OneShotConfig(layers=1, tail=2, removal=removal))
@@ -289,7 +270,9 @@ def test_what_is_there_is_not_overwritten_by_chance(tmp_path: Path, dense: nn.Mo
     assert len(hetdpt.sites(hetdpt.load(tmp_path / "out"))) == 4
 
 
-# speed
+# layers until a speedup is reached; test_mixed.py has what is removed if more than layers may be
+
+BY_SPEED: dict[str, Any] = {"trim": False}  # of models that are not trimmed layers alone are removed
 
 
 @pytest.fixture
@@ -310,7 +293,7 @@ def clock(monkeypatch: pytest.MonkeyPatch, dense: nn.Module) -> list[float]:
 def test_a_speedup_that_is_measured_at_once(tmp_path: Path, dense: nn.Module, clock: list[float]) -> None:
     clock += [1.3]
     steps: list[OneShotStep] = []
-    found = shoot(tmp_path / "out", dense, OneShotConfig(speedup=1.2), watch=steps.append)
+    found = shoot(tmp_path / "out", dense, OneShotConfig(speedup=1.2, **BY_SPEED), watch=steps.append)
     assert [(step.number, step.wanted) for step in steps] == [(1, 1.2), (2, 1.2)]
     assert [step.reached for step in steps] == pytest.approx([100 / 90, 100 / 80])
     assert (found.wanted_speedup, found.speed.speedup["pruned"].value, len(found.plan)) == (1.2, 1.3, 2)
@@ -318,7 +301,7 @@ def test_a_speedup_that_is_measured_at_once(tmp_path: Path, dense: nn.Module, cl
 
 def test_where_less_is_measured_more_layers_go(tmp_path: Path, dense: nn.Module, clock: list[float]) -> None:
     clock += [1.1, 1.25]  # 100 / 1.1 - 100 / 1.2 is 7.6 ms, one layer more
-    found = shoot(tmp_path / "out", dense, OneShotConfig(speedup=1.2))
+    found = shoot(tmp_path / "out", dense, OneShotConfig(speedup=1.2, **BY_SPEED))
     assert len(found.plan) == len(found.choices) == 3
     assert len(found.plan.fits) == 3
     assert clock == []
@@ -326,7 +309,7 @@ def test_where_less_is_measured_more_layers_go(tmp_path: Path, dense: nn.Module,
 
 def test_after_a_few_attempts_what_is_measured_is_said(tmp_path: Path, dense: nn.Module, clock: list[float]) -> None:
     clock += [1.1, 1.15, 1.19]
-    found = shoot(tmp_path / "out", dense, OneShotConfig(speedup=1.2))
+    found = shoot(tmp_path / "out", dense, OneShotConfig(speedup=1.2, **BY_SPEED))
     assert (clock, len(found.plan), found.speed.speedup["pruned"].value) == ([], 4, 1.19)
 
 
@@ -334,19 +317,19 @@ def test_the_times_of_layers_are_kept_for_going_on(
     tmp_path: Path, dense: nn.Module, clock: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock += [1.3]
-    config = OneShotConfig(speedup=1.3)
+    config = OneShotConfig(speedup=1.3, **BY_SPEED)
     stopped(tmp_path / "out", dense, config, 1)
     monkeypatch.setattr(goals, "measure_prices", None)  # would not be called in vain
     assert len(shoot(tmp_path / "out", dense, config).plan) == 3
 
 
 def test_speed_of_this_device(tmp_path: Path, dense: nn.Module) -> None:
-    found = shoot(tmp_path / "out", dense, OneShotConfig(speedup=1.01))
+    found = shoot(tmp_path / "out", dense, OneShotConfig(speedup=1.01, **BY_SPEED))
     assert {choice.gain > 0 for choice in found.choices} == {True}  # milliseconds
     with pytest.raises(
         PlanError, match=r"a speedup of 99 is out of reach: by the costs .* all 6 layers .* give a speedup"
     ):
-        shoot(tmp_path / "far", dense, OneShotConfig(speedup=99))
+        shoot(tmp_path / "far", dense, OneShotConfig(speedup=99, **BY_SPEED))
     assert names(tmp_path) == ["out"]
 
 
@@ -381,7 +364,7 @@ def test_oneshot_as_json(run: Run, home: Path, tmp_path: Path) -> None:
 
 def test_oneshot_by_speed_in_words(run: Run, home: Path, tmp_path: Path, clock: list[float], dense: nn.Module) -> None:
     clock += [1.11, 1.15, 1.17]
-    result = run("oneshot", home / "dense", *SMALL, "--speedup", 1.2, "--out", tmp_path / "out")
+    result = run("oneshot", home / "dense", *SMALL, "--speedup", 1.2, "--no-trim", "--out", tmp_path / "out")
     assert (result.code, result.err) == (0, "")
     assert ", 1.111x of 1.2x by the time of each layer\n2: " in result.out
     assert "\nnote: the goal was a speedup of 1.2, but 1.170 was reached\n" in result.out

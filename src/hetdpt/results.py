@@ -29,7 +29,7 @@ from hetdpt.core.format import (
     widths,
 )
 from hetdpt.core.goals import Measures
-from hetdpt.core.plan import KINDS, Budget, Kind, Plan, Removal, Site, Tail
+from hetdpt.core.plan import KINDS, Budget, FewerTokens, Kind, Plan, Removal, Site, Tail
 from hetdpt.core.tokens import Tokens
 from hetdpt.store.atomic import CHECKSUM, parse_json, sealed
 from hetdpt.store.stage_directory import OLDER, SUMMARY
@@ -597,18 +597,36 @@ class ChosenLayer:
 
 
 @dataclass(frozen=True)
+class ChosenRound:
+    """What one round of a search removed."""
+
+    moves: tuple[str, ...]
+    """In words."""
+    damage: float
+    """Of the model without all that was removed so far."""
+    reached: float
+    """Its speedup, or its MACs if these are the goal, by the costs of single layers."""
+
+
+@dataclass(frozen=True)
 class SelectResult:
-    """Which layers are removed."""
+    """Which layers are removed, and what else."""
 
     method: str
     plan: Plan
     picks: tuple[ChosenLayer, ...] = ()
     """The layers, and the tails beside them, in the order in which they were chosen."""
+    rounds: tuple[ChosenRound, ...] = ()
+    """All that was removed, if that is more than layers."""
+    quantity: Literal["speedup", "MACs"] = "speedup"
+    """What ``rounds`` have reached."""
 
     def __str__(self) -> str:
         blocks = {kind: getattr(self.plan, kind) for kind in KINDS}
         parts = [f"{kind} {' '.join(map(str, of))}" for kind, of in blocks.items() if of]
         parts += [str(Tail(self.plan.tail))] if self.plan.tail else []
+        parts += [f"{counted(len(self.plan.features), 'FFN')} narrowed"] if self.plan.features else []
+        parts += [str(FewerTokens(self.plan.tokens))] if self.plan.tokens else []
         return ", ".join(parts) or "no layers"
 
 

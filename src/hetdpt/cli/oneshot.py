@@ -12,7 +12,7 @@ from hetdpt.cli.command import goal_options, option, tail_length
 from hetdpt.cli.options import DeviceOptions, ImageOptions, ModelOptions, OutputOptions, OverwriteOptions, config_of
 from hetdpt.cli.show import epoch_line, print_, print_costs, print_json, print_speed, table
 from hetdpt.core.errors import TrainError
-from hetdpt.core.format import percent
+from hetdpt.core.format import percent, times
 from hetdpt.core.plan import Site
 from hetdpt.core.styles import CLASS_TOKEN_KEEPS
 
@@ -49,7 +49,7 @@ class OneShotOptions(ModelOptions, ImageOptions, DeviceOptions, OverwriteOptions
 
 
 def oneshot(options: OneShotOptions) -> None:
-    """Remove the layers that do the least damage, with fitted replacements; no labels, no training."""
+    """Remove what does the least damage, with fitted replacements; no labels, no training."""
     from hetdpt.core.modules import find_device
     from hetdpt.export.saved import RECIPE
     from hetdpt.flow.execution import Execution
@@ -92,13 +92,20 @@ def oneshot(options: OneShotOptions) -> None:
 
 
 def _line(step: OneShotStep, is_speedup: bool) -> str:
-    text = f"{step.choice.move}, damage {step.choice.damage:.3g}"
+    text = f"{', '.join(step.moves)}, damage {step.damage:.3g}"
     if is_speedup:
         return f"{step.number}: {text}, {step.reached:.3f}x of {step.wanted:g}x by the time of each layer"
     return f"{step.number}/{step.wanted:.0f}: {text}"
 
 
-def _print(found: OneShotResult, out: Path) -> None:
+def _choices(found: OneShotResult) -> Any:
+    """Return the layers that were chosen, or the rounds of the search, as a table."""
+    if found.rounds and found.layer_ms is not None:
+        rows = table("removed, round by round", "speedup by layers", "damage so far", "removed")
+        rows.columns[-1].justify = "left"
+        for point in found.rounds:
+            rows.add_row(times(found.layer_ms / point.cost), f"{point.damage:.4g}", ", ".join(point.moves))
+        return rows
     fits = {(fit.kind, fit.block): fit for fit in found.plan.fits}
     rows = table("removed, in this order", "layer", "path", "style", "R^2", "damage so far")
     for choice in found.choices:
@@ -107,7 +114,11 @@ def _print(found: OneShotResult, out: Path) -> None:
             fit = fits.get((move.kind, move.block))
             about = move.path, found.plan.style_of(move).name, f"{fit.r2:.3f}" if fit else "-"
         rows.add_row(str(move), *about, f"{choice.damage:.4g}")
-    print_(rows)
+    return rows
+
+
+def _print(found: OneShotResult, out: Path) -> None:
+    print_(_choices(found))
     print_costs(found.costs)
     print_speed(found.speed, found.costs)
     measured = found.speed.speedup["pruned"].value

@@ -18,7 +18,7 @@ from hetdpt.core.host import cores
 from hetdpt.core.plan import Plan
 from hetdpt.core.published import PREFIX, published_plan
 from hetdpt.data.table import FORMS
-from hetdpt.selection.methods import METHODS
+from hetdpt.selection.methods import BY_LAYERS, METHODS
 from hetdpt.store.atomic import parse_json
 
 if TYPE_CHECKING:
@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from hetdpt.selection.predictor.polynomial import Row
     from hetdpt.training.recover import RecoverConfig
 
-METHOD = f"How layers are chosen: {', '.join(METHODS)}."
+METHOD = f"How layers are chosen: {', '.join(BY_LAYERS)}."
+ANY_METHOD = f"How layers are chosen: {', '.join(METHODS)}; by default mixed for --speedup or --macs, else hetdpt."
 IMAGES = f"The images to train and measure on: {FORMS}."
 
 

@@ -10,8 +10,8 @@ import click
 
 from hetdpt.cli.command import Options, goal_options, option, tail_length
 from hetdpt.cli.options import (
+    ANY_METHOD,
     IMAGES,
-    METHOD,
     ModelOptions,
     OutputOptions,
     PlaceOptions,
@@ -42,7 +42,8 @@ def everywhere(setting: str, *more: str, **words: Any) -> Any:
 class SelectionOptions(Options, panel="Choice of layers"):
     """How a run chooses layers."""
 
-    method: Any = option("RunConfig.method", help=METHOD)
+    method: Any = option("RunConfig.method", help=ANY_METHOD)
+    moves: Any = option("RunConfig.moves")
     compare: Any = option("RunConfig.compare")
     samples: Any = option("RunConfig.samples")
     rounds: Any = option("RunConfig.rounds")
@@ -159,6 +160,8 @@ def _print(found: RunSummary, out: Path) -> None:
     click.echo(f"removed: {'; '.join(removed)}")
     if found.plan.tail:
         click.echo(f"tail: patches are not updated in the last {counted(found.plan.tail, 'block')}")
+    if found.plan.features:
+        click.echo(f"hidden features: fewer in {counted(len(found.plan.features), 'FFN')}")
     if found.ratios:
         click.echo(f"width: {widths(found.ratios)} less")
     if found.tokens:

@@ -20,11 +20,13 @@ from hetdpt.core.tokens import read_tokens
 from hetdpt.data.images import is_unlabelled
 from hetdpt.data.table import DEMO
 from hetdpt.export.runtimes import EXPORTS, ExportRuntime, require_runtimes
+from hetdpt.flow.frontier import FrontierConfig
 from hetdpt.flow.recipes import quick
 from hetdpt.flow.recipes import recipe as recipe_called
 from hetdpt.reduce.width.narrow import WidthConfig
 from hetdpt.results import Price
-from hetdpt.selection.methods import METHODS, method_called, require_priced
+from hetdpt.selection.methods import METHODS, Method, method_called, require_budget, require_priced
+from hetdpt.selection.moves import MOVES
 from hetdpt.selection.predictor.samples import CollectConfig
 from hetdpt.selection.select import SelectConfig
 from hetdpt.store.settings import checked, made, read_settings, setting_types, spelled, write_yaml
@@ -63,8 +65,13 @@ class RunConfig(GoalFields):
     """Download torch/ data that is missing."""
     budget: tuple[int, int] | None = None
     """Remove this many attention layers and activations: nothing is sampled, and other goals are only checked."""
-    method: str = "hetdpt"
-    """How layers are chosen: a name from ``METHODS``."""
+    method: str | None = None
+    """How layers are chosen: a name from ``METHODS``; by default mixed for one goal of speed or MACs, else hetdpt.
+
+    It is also hetdpt where a setting is given that mixed has no use for, such as compare, tail or tokens.
+    """
+    moves: tuple[str, ...] = tuple(MOVES)
+    """What the method mixed may remove: attention, activation, tail, features, tokens."""
     compare: tuple[str, ...] = ()
     """Other methods to try with the same number of layers and the same fine-tuning, such as random,attention-only."""
     samples: Path | None = None
@@ -97,7 +104,8 @@ class RunConfig(GoalFields):
     """Blocks at the end in which patches are not updated, fitted before layers are chosen: 0, 2, ..., or auto.
 
     Auto compares the damage of tails and of layers, for a goal of speed or MACs and fitted replacements; else it is 0.
-    The method calibrated-greedy does so for every block that it adds to the tail, as it does for every layer.
+    The method calibrated-greedy does so for every block that it adds to the tail, as it does for every layer. The
+    method mixed always does, unless ``moves`` leave tails out.
     """
     trim: bool = True
     """Do not compute tokens that no output depends on; outputs stay the same."""
@@ -129,20 +137,49 @@ class RunConfig(GoalFields):
         self._require_numbers()
         self._require_tail()
         require_runtimes(self.export)
-        _ = self.collect_config, self.select_config  # what they refuse is refused here
+        _ = (
+            self.collect_config,
+            self.select_config,
+            FrontierConfig(moves=self.moves),
+        )  # what they refuse, is refused here
         require_class_token(self.class_token, self.removal)
+
+    @property
+    def chooser(self) -> Method:
+        """The row of ``METHODS`` that chooses layers: the one of ``method`` or, without a name, by the goal."""
+        return method_called(self.method or ("hetdpt" if self._unmixed else "mixed"))
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether more than layers is removed, all of it from one search."""
+        return not self.chooser.takes_budget
+
+    @property
+    def mixed_moves(self) -> tuple[str, ...] | None:
+        """What such a search may remove; None if layers are chosen otherwise."""
+        return self.moves if self.is_mixed else None
+
+    @property
+    def _unmixed(self) -> list[str]:
+        """The settings that the method mixed does not have, as options."""
+        names = ("layers", "params", "budget", "samples", "rounds", "depths", "tokens")
+        given = {f"--{name}": getattr(self, name) is not None for name in names}
+        given |= {"--plus": self.plus, "--compare": bool(self.compare), "--no-trim": not self.trim}
+        given |= {"--tail": bool(self.tail), "one of --speedup and --macs": None not in (self.speedup, self.macs)}
+        given["a removal without fits"] = not Plan(removal=self.removal).is_any_fitted
+        return [name for name, is_given in given.items() if is_given]
 
     @property
     def priced_goal(self) -> dict[str, float | str]:
         """The goal until which layers are removed by what they save; empty if their number is given or allocated."""
-        if self.layers is not None or self.budget is not None or self.plus or not method_called(self.method).is_priced:
+        if self.layers is not None or self.budget is not None or self.plus or not self.chooser.is_priced:
             return {}
         return self.goals
 
     @property
     def has_free_tail(self) -> bool:
         """Whether a longer tail may be chosen in place of a layer, for ``priced_goal``."""
-        return bool(self._is_tail_open and self.priced_goal)
+        return bool(self._is_tail_open and self.priced_goal and not self.is_mixed)
 
     @property
     def tail_goal(self) -> dict[str, float | str]:
@@ -183,7 +220,7 @@ class RunConfig(GoalFields):
     @property
     def is_split(self) -> bool:
         """Whether the accuracy predictor splits the budget between the kinds of layers."""
-        return self.budget is None and self.layers != 0 and method_called(self.method).split == "map"
+        return self.budget is None and self.layers != 0 and self.chooser.split == "map"
 
     @property
     def is_balanced(self) -> bool:
@@ -301,11 +338,13 @@ class RunConfig(GoalFields):
         require_pruning({name: value for name, value in self.goals.items() if name in BOUNDS or not self.plus})
 
     def _require_methods(self) -> None:
-        named = (self.method, *self.compare)
-        for name in named:
-            method_called(name)
+        named = (self.chooser.name, *self.compare)
+        for name in self.compare:
+            require_budget(method_called(name))
         if twice := [name for name in METHODS if named.count(name) > 1]:
             raise PlanError(f"the method {twice[0]} would be compared with itself; name each method once")
+        if self.is_mixed:
+            return self._require_mixable()
         if self.is_split:
             if self.samples is not None and self.rounds is not None:
                 raise PlanError("rounds say how to collect samples, but samples are given; leave one of them out")
@@ -316,29 +355,38 @@ class RunConfig(GoalFields):
             self._require_priced()
         if split := [name for name in self.compare if method_called(name).split == "map"]:
             raise PlanError(
-                f"{split[0]} splits its budget by samples of accuracy, which a run with the method {self.method} does "
-                f"not have; use the method {split[0]}, and compare {self.method}"
+                f"{split[0]} splits its budget by samples of accuracy, which a run with the method {named[0]} does "
+                f"not have; use the method {split[0]}, and compare {named[0]}"
             )
         if strays := [name for name in ("samples", "rounds") if getattr(self, name) is not None]:
             raise PlanError(
-                f"the method {self.method} splits no budget, so that {' and '.join(strays)} has no use; leave it out"
+                f"the method {named[0]} splits no budget, so that {' and '.join(strays)} has no use; leave it out"
+            )
+
+    def _require_mixable(self) -> None:
+        """Raise unless everything that can be removed may be removed until the one goal is met."""
+        if self._unmixed:
+            raise PlanError(
+                "the method mixed removes what does the least damage for what it saves until one goal, --speedup or "
+                f"--macs, is met; leave out {', '.join(self._unmixed)}, or give another method such as hetdpt"
             )
 
     def _require_priced(self) -> None:
         """Raise unless layers can be removed until the one goal is met."""
-        require_priced(method_called(self.method))
+        require_priced(self.chooser)
+        name = self.chooser.name
         if self.plus:
             raise PlanError(
-                f"with --plus, width meets the goal after a number of layers; give --layers to the method {self.method}"
+                f"with --plus, width meets the goal after a number of layers; give --layers to the method {name}"
             )
         if len(self.goals) != 1:
             raise PlanError(
-                f"the method {self.method} removes layers until one goal is met; expected exactly one of "
+                f"the method {name} removes layers until one goal is met; expected exactly one of "
                 f"{', '.join(BOUNDS)}, got {' and '.join(self.goals)}"
             )
         if self.compare:
             raise PlanError(
-                f"methods are compared at the same number of layers, but {self.method} removes layers until a goal is "
+                f"methods are compared at the same number of layers, but {name} removes layers until a goal is "
                 "met; give --layers, or leave out --compare"
             )
 
@@ -380,7 +428,7 @@ class RunConfig(GoalFields):
             )
         if self.layers not in (None, sum(budget)):
             raise PlanError(f"layers is {self.layers}, but the budget {budget} has {sum(budget)}; give one of them")
-        if method_called(self.method).split != "map":
+        if self.chooser.split != "map":
             raise PlanError(
                 f"a budget is a number of layers of each kind, but the method {self.method} removes a number in all; "
                 "give layers, or a method that takes a budget, such as hetdpt"

@@ -99,3 +99,12 @@ def accuracies(folder: Path, epochs: Iterable[tuple[int, float]]) -> tuple[float
     for number, accuracy in epochs:
         metrics.write(EPOCH, update=number, number=number, accuracy=accuracy)
     return tuple(line["accuracy"] for line in metrics.read(EPOCH))
+
+
+def fitting_and_judging_images(
+    model: nn.Module, data: Data, count: int, seed: int = 0, workers: int = 0
+) -> tuple[ImageBatches, ImageBatches]:
+    """Return ``count`` training images to fit on, and as many others to judge on; the same if there are too few."""
+    images = fitting_images(model, data, count, seed, workers)
+    assert data.train is not None
+    return images, fitting_images(model, data, count, seed, workers, count) if len(data.train) > count else images

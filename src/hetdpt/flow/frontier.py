@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from hetdpt.core.errors import PlanError
 from hetdpt.core.progress import StageProgress
-from hetdpt.flow.oneshot import ImagesSeen, asked_of
+from hetdpt.flow.images_seen import ImagesSeen, asked_of
 from hetdpt.flow.shared_search import SharedDamages, shared_prices
 from hetdpt.report.frontier import write_table
 from hetdpt.results import FrontierPoint, FrontierResult, from_json, to_json

@@ -1,43 +1,45 @@
-"""Removal in one shot: choose layers, replace them, merge, measure, save. No labels, no training.
+"""Removal in one shot: choose what to remove, replace it, merge, measure, save. No labels, no training.
 
-The layers chosen so far are kept beside the directory to be written, so that a kill loses one step at most.
+What was chosen so far is kept beside the directory to be written, so that a kill loses one step at most.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from hetdpt.adapters.preprocessing import preprocessing_of
 from hetdpt.core.errors import PlanError
-from hetdpt.core.modules import bytes_of, checked, clone, digest, require_more_than_once
+from hetdpt.core.modules import clone
 from hetdpt.core.plan import Plan, with_class_token
 from hetdpt.core.progress import StageProgress
 from hetdpt.data.fixed_batches import ImageBatches
 from hetdpt.data.sources import Data
 from hetdpt.export.saved import RECIPE, load, save
 from hetdpt.flow.execution import Execution
+from hetdpt.flow.images_seen import ImagesSeen, asked_of
+from hetdpt.flow.mix import ATTEMPTS, TIMING_SECONDS, Mix, MixConfig
 from hetdpt.flow.resumable import recover_into
 from hetdpt.measurement.accuracy import evaluate
 from hetdpt.measurement.agreement import Damage, measure_damage
 from hetdpt.measurement.costs import Costs
 from hetdpt.measurement.speed import ThroughputComparison, measure_throughput
-from hetdpt.results import from_json
+from hetdpt.reduce.apply import apply_
+from hetdpt.results import FrontierPoint, from_json
 from hetdpt.selection.damage import GreedyChoice, choose
 from hetdpt.selection.goal import OneShotConfig, RemovalTarget
+from hetdpt.selection.moves import MOVES
 from hetdpt.store.atomic import parse_json, require_new
 from hetdpt.store.config_diff import flat
 from hetdpt.store.run_directory import Run, summary_of
-from hetdpt.surgery.calibrate import remove_
 from hetdpt.surgery.merge import merge_
 from hetdpt.surgery.record import InputSize, record_of, require_record
 from hetdpt.surgery.remove import prune_, settled_removal
@@ -46,16 +48,17 @@ from hetdpt.training.recover import RecoverConfig, require_no_labels
 from hetdpt.training.trainer import Epoch
 
 PLAN_FILE, ONESHOT_FILE = "plan.json", "oneshot.json"
-ATTEMPTS = 3  # at a speedup, each with more layers than the one before
-TIMING_SECONDS = 20.0
 
 
 @dataclass(frozen=True)
 class OneShotStep:
-    """One layer was chosen."""
+    """One layer was chosen, or what is removed in one round of a search."""
 
     number: int
-    choice: GreedyChoice
+    moves: tuple[str, ...]
+    """In words."""
+    damage: float
+    """Of the model without all that was chosen so far."""
     reached: float
     """Layers removed, or the speedup by the times of blocks."""
     wanted: float
@@ -87,8 +90,6 @@ class OneShotResult:
 
     plan: Plan
     """With how well each replacement fits."""
-    choices: tuple[GreedyChoice, ...]
-    """In the order in which they were chosen."""
     damage: float
     """Of the model before any training, in ``damage_unit``."""
     damage_unit: str
@@ -101,6 +102,12 @@ class OneShotResult:
     seconds: float
     notes: tuple[str, ...] = ()
     """Sentences for the user, such as why it is not trimmed."""
+    choices: tuple[GreedyChoice, ...] = ()
+    """The layers in the order in which they were chosen, if only layers were removed."""
+    rounds: tuple[FrontierPoint, ...] = ()
+    """What was removed in each round of the search, if everything that can be removed was offered."""
+    layer_ms: float | None = None
+    """Milliseconds of a batch of the dense model, by the times of layers that the costs of ``rounds`` are made of."""
     recovery: OneShotRecovery | None = None
     """What training made of it; None without."""
 
@@ -119,11 +126,11 @@ def oneshot_into(
     watch: Callable[[OneShotStep], None] | None = None,
     progress: StageProgress | None = None,
 ) -> OneShotResult:
-    """Remove the layers of ``model`` that do the least damage, save the faster model to ``directory``; no labels.
+    """Remove what does the least damage to ``model``, and save the faster model to ``directory``; no labels.
 
     Replacements are fitted on the images of ``batches``, damage is measured on those of ``judge``. ``directory`` also
-    has the plan and the result, as JSON. Until it is written, the layers chosen so far are in
-    ``partial_of(directory)``; called again after a kill, it resumes from there. ``watch`` is called with every layer.
+    has the plan and the result, as JSON. Until it is written, the choices so far are in ``partial_of(directory)``;
+    called again after a kill, it resumes from there. ``watch`` is called with every choice.
 
     >>> import tempfile, hetdpt
     >>> model = hetdpt.create("test_vit", img_size=32, num_classes=10)
@@ -138,7 +145,8 @@ def oneshot_into(
     seen = {"calibration": ImagesSeen.of(batches, model), "judge": ImagesSeen.of(judge, model)}
     run = Run.open(partial_of(directory), {**asked_of(model, seen), **asdict(config)})
     with run.alone():
-        removal = _OneShotRemoval(run, model, batches, judge, config, seen["calibration"].size, watch, progress)
+        kind: type[_OneShotRemoval] = _Mixed if config.is_mixed else _Layers
+        removal = kind(run, model, batches, judge, config, seen["calibration"].size, watch, progress)
         for _ in range(ATTEMPTS):
             removal.choose()
             models = {"dense": model, "pruned": merge_(removal.pruned())}
@@ -149,7 +157,7 @@ def oneshot_into(
                 break
         found = OneShotResult(
             plan=require_record(models["pruned"]).plan,
-            choices=tuple(removal.choices),
+            **removal.found(),
             damage=measure_damage(model, models["pruned"], judge),
             damage_unit="nats" if Damage.to(model).is_classifier else "relative squared error",
             costs={name: Costs.of(network, removal.size) for name, network in models.items()},
@@ -244,8 +252,8 @@ def partial_of(directory: Path) -> Path:
     return Path(f"{directory}.partial")
 
 
-class _OneShotRemoval:
-    """The moves chosen so far; each is written to the run before ``watch`` is called with it."""
+class _OneShotRemoval(ABC):
+    """What is removed so far; it is written to the run before ``watch`` is called with it."""
 
     def __init__(
         self,
@@ -260,19 +268,79 @@ class _OneShotRemoval:
     ) -> None:
         removal = settled_removal(model, config.removal, config.class_token, size)
         self.run, self.model, self.batches, self.judge = run, model, batches, judge
-        self.config = config = replace(config, removal=removal)
+        self.config = replace(config, removal=removal)
         self.size, self.watch, self.part = size, watch, Execution(progress=progress).stage
-        self.begun, self.choices = time.monotonic(), list[GreedyChoice]()
-        if (state := run.checkpoints.latest()) is not None:
-            self.begun -= state["seconds"]
-            self.goal = RemovalTarget.from_dict(state["goal"])
-            self.choices = [GreedyChoice.from_dict(choice) for choice in state["choices"]]
-            return
         try:
-            self.goal = RemovalTarget.of(model, config, size, progress)
+            self._begin(progress)
         except PlanError:  # out of reach, so nothing is begun
             run.discard()
             raise
+
+    @abstractmethod
+    def _begin(self, progress: StageProgress | None) -> None:
+        """Set the goal, or read what an interrupted call has kept."""
+
+    @property
+    @abstractmethod
+    def plan(self) -> Plan:
+        """All that is removed so far."""
+
+    @property
+    @abstractmethod
+    def seconds(self) -> float:
+        """Time spent, that before an interruption included."""
+
+    @abstractmethod
+    def choose(self) -> None:
+        """Choose what to remove until the goal is met by the costs of plans."""
+
+    @abstractmethod
+    def wants_more(self, speed: ThroughputComparison) -> bool:
+        """Raise the goal by the time that is missing to the wanted speedup; return whether that is possible."""
+
+    def found(self) -> dict[str, Any]:
+        """Return what was chosen, as fields of ``OneShotResult``."""
+        return {}
+
+    def pruned(self) -> nn.Module:
+        """Return a copy of the model without what was chosen; replacements are fitted in the order of the layers."""
+        if not self.plan.needs_images and self.plan.tokens is None:
+            return prune_(clone(self.model), self.plan, self.size)
+        found = [
+            apply_(clone(self.model), plan, self.batches, progress=self.part("calibrating")) for plan in self._plans()
+        ]
+        return min(found, key=lambda one: measure_damage(self.model, one, self.judge)) if len(found) > 1 else found[0]
+
+    def _plans(self) -> list[Plan]:
+        """Return the plan with FFNs that the class token keeps and without, if that was left open, or the plan."""
+        record = record_of(self.model)
+        is_settled = self.config.class_token != "auto" or (record is not None and len(record.plan) > 0)
+        if is_settled or self.plan.class_token == "share":
+            return [self.plan]
+        shared = replace(self.plan, removal=with_class_token(self.plan.removal, "share"))
+        return [self.plan, shared] if self.plan.activation else [shared]
+
+    def _tell(self, moves: tuple[str, ...], damage: float, reached: float, wanted: float) -> None:
+        self.number += 1
+        if self.watch:
+            self.watch(OneShotStep(self.number, moves, damage, reached, wanted))
+
+    number = 0
+    """Steps so far."""
+
+
+class _Layers(_OneShotRemoval):
+    """Layers chosen one after another."""
+
+    def _begin(self, progress: StageProgress | None) -> None:
+        self.begun, self.choices = time.monotonic(), list[GreedyChoice]()
+        if (state := self.run.checkpoints.latest()) is None:
+            self.goal = RemovalTarget.of(self.model, self.config, self.size, progress)
+            return
+        self.begun -= state["seconds"]
+        self.goal = RemovalTarget.from_dict(state["goal"])
+        self.choices = [GreedyChoice.from_dict(choice) for choice in state["choices"]]
+        self.number = len(self.choices)
 
     @property
     def seconds(self) -> float:
@@ -280,7 +348,6 @@ class _OneShotRemoval:
 
     @property
     def plan(self) -> Plan:
-        """The moves chosen so far."""
         start = Plan(removal=self.config.removal, tail=self.goal.tail)
         return start.plus(*(choice.move for choice in self.choices))
 
@@ -295,72 +362,57 @@ class _OneShotRemoval:
             judge=self.judge,
             removal=self.config.removal,
             tail=self.goal.tail,
-            longest=self.goal.longest,
             chosen=tuple(self.choices),
             progress=self.part("choosing layers"),
         ):
             self.choices.append(choice)
             self._keep()
-            if self.watch:
-                wanted = self.config.speedup or self.goal.target
-                self.watch(OneShotStep(len(self.choices), choice, self.goal.reached(self.plan), wanted))
-
-    def pruned(self) -> nn.Module:
-        """Return a copy of the model without the chosen layers; replacements are fitted in the order of the layers."""
-        if not self.plan.needs_images:
-            return prune_(clone(self.model), self.plan, self.size)
-        found = [
-            remove_(clone(self.model), plan, self.batches, progress=self.part("calibrating")) for plan in self._plans()
-        ]
-        return min(found, key=lambda one: measure_damage(self.model, one, self.judge)) if len(found) > 1 else found[0]
-
-    def _plans(self) -> list[Plan]:
-        """Return the plan with FFNs that the class token keeps and without, if that was left open, or the plan."""
-        record = record_of(self.model)
-        is_settled = self.config.class_token != "auto" or (record is not None and len(record.plan) > 0)
-        if is_settled or self.plan.class_token == "share":
-            return [self.plan]
-        shared = replace(self.plan, removal=with_class_token(self.plan.removal, "share"))
-        return [self.plan, shared] if self.plan.activation else [shared]
+            wanted = self.config.speedup or self.goal.target
+            self._tell((str(choice.move),), choice.damage, self.goal.reached(self.plan), wanted)
 
     def wants_more(self, speed: ThroughputComparison) -> bool:
-        """Raise the goal by the time that is missing to the wanted speedup; return whether that is possible."""
         goal = self.goal.raised(self.plan, speed.speedup["pruned"].value, self.config.speedup or 0.0)
         self.goal = goal or self.goal
         return goal is not None
+
+    def found(self) -> dict[str, Any]:
+        return {"choices": tuple(self.choices)}
 
     def _keep(self) -> None:
         choices = [asdict(choice) for choice in self.choices]
         self.run.checkpoints.keep({"goal": self.goal.to_dict(), "choices": choices, "seconds": self.seconds})
 
 
-@dataclass(frozen=True)
-class ImagesSeen:
-    """What identifies the images of some batches."""
+class _Mixed(_OneShotRemoval):
+    """Everything that can be removed, chosen in the rounds of one search."""
 
-    count: int
-    size: InputSize
-    checksum: str
+    def _begin(self, progress: StageProgress | None) -> None:
+        assert self.config.speedup is not None
+        moves = tuple(name for name in MOVES if name != "tail" or self.config.tail is None)
+        asked = MixConfig(goal="speedup", value=self.config.speedup, removal=self.config.removal, moves=moves)
+        self.mix = Mix(self.run, self.model, self.batches, self.judge, self.size, asked, progress)
 
-    @classmethod
-    def of(cls, batches: Iterable[Tensor], model: nn.Module) -> ImagesSeen:
-        require_more_than_once(batches, "once for each layer")
-        found, count, shape = hashlib.sha256(), 0, torch.Size()
-        for images in checked(batches, model, "a removal in one shot"):
-            found.update(bytes_of(images))
-            count, shape = count + len(images), images.shape
-        return cls(count, (shape[1], shape[2], shape[3]), found.hexdigest())
+    @property
+    def seconds(self) -> float:
+        return self.mix.seconds
 
-    def __str__(self) -> str:
-        return f"{self.count} with checksum {self.checksum[:8]}"
+    @property
+    def plan(self) -> Plan:
+        return self.mix.plan
 
+    def choose(self) -> None:
+        try:
+            for point in self.mix.rounds():
+                if self.mix.is_replayed:
+                    self.number += 1
+                    continue
+                self._tell(point.moves, point.damage, self.mix.reached(point.plan), self.mix.config.value)
+        except PlanError:  # out of reach
+            self.run.discard()
+            raise
 
-def asked_of(model: nn.Module, seen: dict[str, ImagesSeen]) -> dict[str, Any]:
-    """Return what decides a result beside settings, as plain JSON: the model, its device and the images."""
-    weight = next(model.parameters())
-    return {
-        "model": digest(model),
-        **{f"{name} images": str(images) for name, images in seen.items()},
-        "device": str(weight.device),
-        "dtype": str(weight.dtype).removeprefix("torch."),
-    }
+    def wants_more(self, speed: ThroughputComparison) -> bool:
+        return self.mix.continues(speed.speedup["pruned"].value)
+
+    def found(self) -> dict[str, Any]:
+        return {"rounds": tuple(self.mix.points), "layer_ms": self.mix.prices.ms()}

@@ -168,13 +168,14 @@ def open_inputs(config: RunConfig, progress: StepProgress | None = None) -> tupl
 
 
 def settled(config: RunConfig, model: nn.Module) -> RunConfig:
-    """Return ``config`` with the removal that its ``class_token`` means for ``model``.
+    """Return ``config`` with the method that its goal means, and the removal that ``class_token`` means for ``model``.
 
     A goal of parameters is not met by FFNs that class tokens keep.
     """
     is_shared = config.class_token == "auto" and "params" in config.amounts()
     choice = "share" if is_shared else config.class_token
-    return replace(config, removal=settled_removal(model, config.removal, choice))
+    removal = settled_removal(model, config.removal, choice)
+    return replace(config, method=config.chooser.name, removal=removal)
 
 
 def _known_by(config: RunConfig, model: nn.Module, data: Data) -> dict[str, Any]:

@@ -170,7 +170,7 @@ def _asked_budget(budget: Budget | int | RemovalTarget) -> dict[str, Any] | int:
 
 
 def remove_layers_(model: nn.Module, plan: Plan, data: Data, images: int, seed: int = 0, workers: int = 0) -> nn.Module:
-    """Remove the layers of ``plan`` from ``model`` and return it; replacements are fitted on training ``images``."""
+    """Remove all of ``plan`` from ``model`` and return it; replacements are fitted on training ``images``."""
     if not plan.needs_images and plan.tokens is None:
         return prune_(model, plan)
     return apply_(model, plan, fitting_images(model, data, images, seed, workers))

@@ -117,7 +117,11 @@ def lead(record: RunRecord) -> str:
 
 def _removed(chosen: SelectResult, analysis: AnalyseResult | None, narrowing: NarrowResult | None) -> str:
     """Return how many layers and how much width were removed, and the tail."""
-    budget, tail = chosen.plan.budget, f", with a {Tail(chosen.plan.tail)}" if chosen.plan.tail else ""
+    plan, budget = chosen.plan, chosen.plan.budget
+    beside = [f"a {Tail(plan.tail)}"] if plan.tail else []
+    beside += [f"fewer hidden features in {counted(len(plan.features), 'FFN')}"] if plan.features else []
+    beside += [fewer_tokens(plan.tokens)] if plan.tokens else []
+    tail = f", with {', '.join(beside)}" if beside else ""
     removed, narrower = layers(budget.attention, budget.activation), width(narrowing.ratios) if narrowing else ""
     if not len(chosen.plan):
         return f"{removed}, but {narrower}" if narrower else f"{removed}{tail}"
@@ -183,6 +187,17 @@ def stopped(plan: Plan, analysis: AnalyseResult) -> list[str]:
     return [f"In {where} only the class token is updated, patches are not ({how})."]
 
 
+def narrower(plan: Plan) -> list[str]:
+    """Return how many FFNs have fewer hidden features, and how tokens are reduced, a sentence each.
+
+    >>> narrower(Plan(features=((0, 64), (3, 32)))), narrower(Plan())
+    (['2 FFNs have fewer hidden features.'], [])
+    """
+    count = len(plan.features)
+    found = [f"{counted(count, 'FFN')} {'have' if count > 1 else 'has'} fewer hidden features."] if count else []
+    return found + ([reduced(plan.tokens)] if plan.tokens else [])
+
+
 def kept(plan: Plan) -> list[str]:
     """Return that the class token keeps FFNs, as a sentence, if it does.
 
@@ -198,6 +213,7 @@ def trained(record: RunRecord) -> str:
     if recovery is None:
         return ""
     removed = ["the layers"] if chosen is None or len(chosen.plan) else []
+    removed += ["hidden features"] if chosen and chosen.plan.features else []
     removed += ["width"] if record.results.narrow else []
     after = f"After the removal of {' and '.join(removed)}, the" if removed else "The"
     text = f"{after} model was fine-tuned for {counted(len(recovery.epochs) - 1, 'epoch')}."

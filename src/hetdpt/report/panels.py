@@ -96,13 +96,18 @@ def _layers(record: RunRecord) -> Iterator[Part]:
         text += [headline.merged(results.merge)] if results.merge else []
     if chosen and results.analyse:
         text += headline.stopped(chosen.plan, results.analyse)
-        text += headline.kept(chosen.plan)
+        text += headline.kept(chosen.plan) + headline.narrower(chosen.plan)
     text += [headline.reduced(results.reduce.tokens)] if results.reduce else []
     yield Text(" ".join(text), "about")
     yield Figure(run_charts.blocks)
     if chosen:
         removed = {kind: ", ".join(map(str, getattr(chosen.plan, kind))) or "none" for kind in KINDS}
         yield Bullets(tuple(f"{kind} of blocks: {blocks}" for kind, blocks in removed.items()))
+    if chosen and chosen.rounds:
+        yield Text(
+            "All that was removed, with the least damage for what it saves first; no labels, no training.", "about"
+        )
+        yield tables.rounds_table(chosen)
 
 
 def _width(record: RunRecord) -> Iterator[Part]:

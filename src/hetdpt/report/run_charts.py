@@ -349,6 +349,7 @@ METHODS = {
     "activation-only": (PINK, "P"),
     "random": (GREY, "X"),
     "calibrated-greedy": ("ink", "h"),
+    "mixed": (ORANGE, "*"),
 }
 
 

@@ -24,7 +24,7 @@ from hetdpt.core.format import (
 )  # fmt: skip
 from hetdpt.core.goals import describe
 from hetdpt.report.run import RunRecord
-from hetdpt.results import BalanceResult, ComparisonRow, MeasureResult, PlanSpeed
+from hetdpt.results import BalanceResult, ComparisonRow, MeasureResult, PlanSpeed, SelectResult
 
 
 @dataclass(frozen=True)
@@ -119,6 +119,21 @@ def balance_table(found: BalanceResult) -> Table:
         for one in found.candidates
     ]
     return Table("layers and width", columns, rows, strong=found.chosen)
+
+
+def rounds_table(chosen: SelectResult) -> Table:
+    """Return what each round of a search removed, one in a row."""
+    columns = ("round", f"{chosen.quantity}, by the costs of layers", "damage", "removed")
+    rows = [
+        (
+            str(count),
+            amount(one.reached) if chosen.quantity == "MACs" else times(one.reached),
+            number(one.damage),
+            ", ".join(one.moves),
+        )
+        for count, one in enumerate(chosen.rounds, 1)
+    ]
+    return Table("what each round of the search removed", columns, rows, words=(3,))
 
 
 def breakdown_table(measured: MeasureResult) -> Table:

@@ -45,7 +45,7 @@ class OneShotConfig:
     removal: Removal = "calibrated"
     """What removed layers leave behind: a name from ``styles.PRESETS`` or (attention style, activation style)."""
     tail: int | None = None
-    """Blocks at the end in which patches are not updated: 0, 2, ..., or auto, chosen by damage as layers are."""
+    """Blocks at the end in which patches are not updated: 0, 2, ..., or auto, by damage for a speedup and else 0."""
     trim: bool = True
     """Do not compute tokens that no output depends on; outputs stay the same."""
     class_token: ClassTokenChoice = "auto"
@@ -63,13 +63,14 @@ class OneShotConfig:
         require_class_token(self.class_token, self.removal)
 
     @property
-    def has_free_tail(self) -> bool:
-        """Whether a longer tail may be chosen in place of a layer.
+    def is_mixed(self) -> bool:
+        """Whether everything that can be removed is offered, and not layers alone.
 
-        Not where layers are counted, which a tail is not, nor where one kind is asked for or nothing is to be fitted.
+        Layers alone are removed where they are counted, where one kind is asked for or a tail is given, and from
+        models that are not to be trimmed or where nothing is to be fitted.
         """
         is_fitted = Plan(removal=self.removal).is_any_fitted
-        return self.tail is None and self.speedup is not None and self.kind is None and self.trim and is_fitted
+        return self.speedup is not None and self.kind is None and not self.tail and self.trim and is_fitted
 
 
 @dataclass(frozen=True)
@@ -104,8 +105,7 @@ class RemovalTarget:
             return cls(offered, float(config.layers), tail=plan.tail)
         assert config.speedup is not None
         prices = measure_prices(known, removal=config.removal, input_size=size, trim=config.trim, progress=progress)
-        longest = longest_tail(known) if config.has_free_tail else 0
-        return cls.priced({"speedup": config.speedup}, offered, prices, longest, plan.tail)
+        return cls.priced({"speedup": config.speedup}, offered, prices, tail=plan.tail)
 
     @classmethod
     def priced(

@@ -9,7 +9,7 @@ from typing import Literal
 from hetdpt.core.errors import PlanError
 from hetdpt.core.plan import Kind
 
-SplitBy = Literal["map", "joint", "attention", "activation"]
+SplitBy = Literal["map", "joint", "attention", "activation", "none"]
 Score = Literal["importance", "te", "damage", "random"]
 
 HETDPT = "HetDPT, ICML 2026"
@@ -19,12 +19,13 @@ DEPTHSHRINKER = "DepthShrinker, ICML 2022"
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """One way to choose the layers to remove."""
+    """One way to choose what to remove."""
 
     name: str
     split: SplitBy
     """How the budget is split between the kinds. ``map``: by the accuracy predictor, or as the user says. ``joint``:
-    all layers are ranked in one list. ``attention`` or ``activation``: only that kind is removed."""
+    all layers are ranked in one list. ``attention`` or ``activation``: only that kind is removed. ``none``: there is no
+    budget of layers; everything that can be removed is ranked in one list."""
     score: Score
     """How layers are ranked: by learned importance, transfer entropy, damage after calibration, or at random."""
     paper: str
@@ -40,15 +41,20 @@ class Method:
     @property
     def is_nested(self) -> bool:
         """Whether a smaller budget removes a subset of the layers of a larger one: they are taken from one list."""
-        return self.split != "map" and self.score != "importance"
+        return self.split not in ("map", "none") and self.score != "importance"
+
+    @property
+    def takes_budget(self) -> bool:
+        """Whether it removes a number of layers, when that is given.
+
+        Else its plan has longer tails, fewer hidden features and fewer tokens beside layers.
+        """
+        return self.split != "none"
 
     @property
     def is_priced(self) -> bool:
-        """Whether it can choose by what plans cost, until they meet a goal such as a speedup.
-
-        Then a longer tail may be chosen in place of a layer.
-        """
-        return self.split == "joint" and self.score == "damage"
+        """Whether it can choose by what plans cost, until they meet a goal such as a speedup."""
+        return self.split in ("joint", "none") and self.score == "damage"
 
 
 _ROWS = (
@@ -116,8 +122,17 @@ _ROWS = (
         about="One after another, the layer whose fitted replacement changes the outputs least; for a goal of speed or "
         "size the layer, or the longer tail, that does so for what it saves.",
     ),
+    Method(
+        name="mixed",
+        split="none",
+        score="damage",
+        paper="none: ours",
+        about="Every kind of removal by damage per millisecond: layers, tails, hidden features and tokens.",
+    ),
 )
 METHODS: dict[str, Method] = {row.name: row for row in _ROWS}
+BY_LAYERS = tuple(row.name for row in _ROWS if row.takes_budget)
+"""The names of the methods that remove a number of layers."""
 
 
 def method_called(name: str) -> Method:
@@ -132,10 +147,19 @@ def method_called(name: str) -> Method:
     return METHODS[name]
 
 
+def require_budget(method: Method) -> None:
+    """Raise ``PlanError`` unless the method removes a number of layers."""
+    if not method.takes_budget:
+        raise PlanError(
+            f"the method {method.name} removes more than layers, until a goal of speed or MACs is met; use hetdpt run "
+            f"or hetdpt oneshot with --speedup 1.5, or a method that removes layers: {', '.join(BY_LAYERS)}"
+        )
+
+
 def require_priced(method: Method) -> None:
-    """Raise ``PlanError`` unless the method can choose by what plans cost."""
+    """Raise ``PlanError`` unless the method can choose layers by what plans cost."""
     if not method.is_priced:
-        able = ", ".join(row.name for row in _ROWS if row.is_priced)
+        able = ", ".join(row.name for row in _ROWS if row.is_priced and row.takes_budget)
         raise PlanError(
             f"the method {method.name} removes a number of layers, whatever they cost; give --layers, or a method that "
             f"meets other goals: hetdpt, which splits a budget, or {able}, which removes layers until the goal is met"

@@ -26,7 +26,7 @@ from hetdpt.selection.damage import GreedyChoice, choose, damage_of_each
 from hetdpt.selection.entropy import greedy_order, require_offered, transfer_entropy
 from hetdpt.selection.goal import RemovalTarget
 from hetdpt.selection.importance import ImportanceSearch, Picked, Prior
-from hetdpt.selection.methods import Method, Score, method_called, require_priced
+from hetdpt.selection.methods import Method, Score, method_called, require_budget, require_priced
 from hetdpt.selection.schedule import removal_order
 from hetdpt.surgery.calibrate import gate_fitted_, refit_gates_
 from hetdpt.surgery.gate import gates_by_site
@@ -159,6 +159,7 @@ def kinds_of(method: Method, budget: Budget | int | RemovalTarget) -> tuple[Kind
 
     Of a ``RemovalTarget`` they are not known beforehand, and the method must be one that takes it.
     """
+    require_budget(method)
     if isinstance(budget, RemovalTarget):
         require_priced(method)
         return ()

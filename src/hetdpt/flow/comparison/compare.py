@@ -38,7 +38,7 @@ from hetdpt.flow.comparison.work import Cell, ComparisonDone, ComparisonJob, pla
 from hetdpt.flow.execution import Execution
 from hetdpt.report.comparison import COLUMNS, csv_rows, draw
 from hetdpt.results import ComparisonRow, DenseModel, MethodComparison, from_json
-from hetdpt.selection.methods import METHODS, method_called
+from hetdpt.selection.methods import BY_LAYERS, METHODS, method_called, require_budget
 from hetdpt.selection.predictor.polynomial import Row
 from hetdpt.selection.predictor.pricing import split_layers
 from hetdpt.selection.predictor.rows import plain_rows
@@ -62,8 +62,8 @@ class CompareConfig:
 
     layers: tuple[int, ...]
     """Numbers of layers to remove, such as 2,4,6; every method chooses for each of them."""
-    methods: tuple[str, ...] = tuple(METHODS)
-    """Names from ``METHODS``."""
+    methods: tuple[str, ...] = BY_LAYERS
+    """Names from ``METHODS``, of those that remove a number of layers."""
     seeds: int = 1
     """How many seeds to repeat everything with. The first is that of ``recovery``, the others follow it. A seed is that
     of a choice and of the fine-tuning after it. The predictor's split is the same for all."""
@@ -82,7 +82,7 @@ class CompareConfig:
         if not self.methods or len(set(self.methods)) < len(self.methods):
             raise PlanError(f"methods are {self.methods}; one or more, each once, was expected")
         for method in self.methods:
-            method_called(method)
+            require_budget(method_called(method))
         if self.seeds < 1:
             raise PlanError(f"seeds is {self.seeds}; 1 or more was expected")
         if self.collection is not None and self.collection.removal != self.selection.removal:

@@ -23,7 +23,7 @@ from hetdpt.data.subset import hold_out
 from hetdpt.flow.collection.collect import collect_into, read_samples
 from hetdpt.flow.collection.tree import DENSE, tree_of
 from hetdpt.flow.config import RunConfig
-from hetdpt.flow.execution import fitting_images
+from hetdpt.flow.execution import fitting_and_judging_images
 from hetdpt.flow.stages.stage import DATA, MODEL, SAMPLES, RunContext, Stage, StageEstimate
 from hetdpt.flow.unlabelled import note_on
 from hetdpt.measurement.accuracy import evaluate
@@ -87,10 +87,10 @@ class AnalyseStage(Stage[AnalyseResult]):
             model, removal=config.removal, batch=config.batch, trim=config.trim, progress=context.progress
         )
         prices = prices.with_tail(free_tail(context, prices) if config.tail_goal else config.tail or 0)
-        if config.priced_goal:
-            target_of(config, model, prices)  # refuses one that is out of reach
-        else:
+        if not config.priced_goal:
             _require_reach(config, prices)
+        elif not config.is_mixed:
+            target_of(config, model, prices)  # refuses one that is out of reach
         return AnalyseResult(
             model=config.model,
             **asdict(machine_of(weight.device)),
@@ -125,9 +125,8 @@ def free_tail(context: RunContext, prices: Prices) -> int:
     if not longest or data.train is None:
         context.note("no tail: the output depends on patches, or there are no images to fit it on")
         return 0
-    seed, count = config.recovery.training.seed, config.images
-    images = fitting_images(model, data, count, seed, config.workers)
-    judge = fitting_images(model, data, count, seed, config.workers, start=count) if len(data.train) > count else images
+    seed = config.recovery.training.seed
+    images, judge = fitting_and_judging_images(model, data, config.images, seed, config.workers)
     moves: list[Move] = [*removable(ready(model, config.removal)), *map(Tail, range(2, longest + 1))]
     damages = damage_of_each(
         model, images, moves, judge=judge, removal=config.removal, progress=context.part("comparing tails and layers")

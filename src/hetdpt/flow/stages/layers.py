@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from hetdpt.core.format import fewer_tokens, percent
-from hetdpt.core.goals import show
+from hetdpt.core.format import counted, fewer_tokens, percent
+from hetdpt.core.goals import GOALS, show
 from hetdpt.core.modules import clone
-from hetdpt.core.plan import Budget, Plan, Site, Tail
+from hetdpt.core.plan import KINDS, Budget, Plan, Site, Tail
 from hetdpt.core.tokens import read_tokens
 from hetdpt.export.saved import load, save
 from hetdpt.flow.config import RunConfig
+from hetdpt.flow.execution import fitting_and_judging_images
+from hetdpt.flow.mix import MixConfig, mix_into
 from hetdpt.flow.resumable import recover_into, select_into
 from hetdpt.flow.stages.budget import HOW, target_of
 from hetdpt.flow.stages.stage import DATA, MODEL, RunContext, Stage, StageEstimate
@@ -23,6 +26,8 @@ from hetdpt.results import (
     AnalyseResult,
     BalanceResult,
     ChosenLayer,
+    ChosenRound,
+    FrontierPoint,
     MergeResult,
     RecoverResult,
     ReduceResult,
@@ -31,7 +36,7 @@ from hetdpt.results import (
 )
 from hetdpt.selection.goal import RemovalTarget
 from hetdpt.selection.importance import Picked
-from hetdpt.selection.methods import method_called
+from hetdpt.store.atomic import write_text
 from hetdpt.store.metrics import EPOCH, METRICS, Metrics
 from hetdpt.store.run_directory import summary_of
 from hetdpt.surgery.merge import merge_
@@ -42,7 +47,7 @@ from hetdpt.training.trainer import Epoch
 if TYPE_CHECKING:
     from hetdpt.flow.stages.timing import Trials
 
-PLAN_FILE, FOLDER = "plan.json", "model"  # that a stage leaves in its own directory
+PLAN_FILE, FOLDER, SEARCHED = "plan.json", "model", "search"  # that a stage leaves in its own directory
 SEARCH = ("method", *HOW, "search", "candidates", "explores")
 """Settings that decide which layers a method chooses."""
 
@@ -51,15 +56,17 @@ class SelectStage(Stage[SelectResult]):
     """Choose the layers to remove (paper, stage 1 step 2)."""
 
     name, result = "select", SelectResult
-    settings = (*SEARCH, "layers", "budget", "priced_goal", "has_free_tail")
+    settings = (*SEARCH, "layers", "budget", "priced_goal", "has_free_tail", "mixed_moves")
     inputs = (MODEL, DATA, "analyse", "allocate", "balance")
     by_all = True
 
     def run(self, context: RunContext) -> SelectResult:
-        config, picks, budget = context.config, list[ChosenLayer](), _budget(context)
-        analysis = context.of(AnalyseResult)
+        config, picks, method = context.config, list[ChosenLayer](), context.config.chooser.name
+        if config.is_mixed:
+            return _mixed(context)
+        budget, analysis = _budget(context), context.of(AnalyseResult)
         if budget in (0, Budget(0, 0)):  # width meets the whole goal
-            return SelectResult(config.method, Plan(removal=config.removal, tail=context.tail))
+            return SelectResult(method, Plan(removal=config.removal, tail=context.tail))
 
         def watch(pick: Picked) -> None:
             picks.append(_chosen(pick, analysis.blocks))
@@ -73,7 +80,7 @@ class SelectStage(Stage[SelectResult]):
             context.base,
             context.data,
             budget,
-            config.method,
+            method,
             config.select_config,
             context.execution,
             overwrite=True,
@@ -81,22 +88,61 @@ class SelectStage(Stage[SelectResult]):
         )
         if config.priced_goal:
             context.note(f"predicted: {show(analysis.prices.measures(plan))}")
-        return SelectResult(config.method, plan, tuple(picks))
+        return SelectResult(method, plan, tuple(picks))
 
     def estimate(self, trials: Trials) -> StageEstimate:
         config = trials.config
+        if config.is_mixed:
+            rounds = trials.search_rounds
+            text = f"about {counted(rounds, 'round')} by {config.chooser.name}, {config.images} training images"
+            return StageEstimate(stage=self.name, text=text, seconds=trials.searching(rounds))
         if not trials.layers:
             return StageEstimate(stage=self.name, text="no layers: width meets the whole goal")
-        seconds, training = trials.selection(method_called(config.method), trials.layers)
+        seconds, training = trials.selection(config.chooser, trials.layers)
         how = f"a search of {training}" if training else f"{config.images} training images"
         about, tails = "about " if trials.is_guess else "", ", or tails," if config.has_free_tail else ""
         return StageEstimate(
             stage=self.name,
-            text=f"{about}{trials.layers} layers{tails} by {config.method}, {how}",
+            text=f"{about}{trials.layers} layers{tails} by {config.chooser.name}, {how}",
             updates=training.updates if training else 0,
             seconds=seconds,
             most=training.checkpoints if training else 0,
         )
+
+
+def _mixed(context: RunContext) -> SelectResult:
+    """Return what is removed of all that can be, until the one goal is met."""
+    context.require_single_process()
+    config, analysis = context.config, context.of(AnalyseResult)
+    [(goal, value)] = config.with_numbers(analysis.prices.dense).target.items()
+    asked: dict[str, Any] = {"goal": goal, "value": value, "removal": config.removal, "moves": config.moves}
+    seed = config.search.training.seed
+    images = fitting_and_judging_images(context.model, context.data, config.images, seed, config.workers)
+    place = context.directory
+    place.mkdir(exist_ok=True)
+    plan, picks, rounds = Plan(removal=config.removal), list[ChosenLayer](), list[ChosenRound]()
+    for point, reached in mix_into(
+        place / SEARCHED, context.model, *images, MixConfig(**asked, batch=config.batch), context.progress
+    ):
+        rounds.append(ChosenRound(point.moves, point.damage, reached))
+        picks += _picks(plan, point, analysis.blocks)
+        plan = point.plan
+        at = GOALS[goal].show(reached)
+        context.note(f"round {len(rounds)}: {', '.join(point.moves)}; damage {point.damage:.3g} at {at}")
+    write_text(place / PLAN_FILE, f"{plan.to_json()}\n")
+    return SelectResult(
+        config.chooser.name, plan, tuple(picks), tuple(rounds), "speedup" if goal == "speedup" else "MACs"
+    )
+
+
+def _picks(before: Plan, point: FrontierPoint, blocks: int) -> Iterator[ChosenLayer]:
+    """Yield the layers that a point removes beyond the plan ``before``, and a longer tail."""
+    for kind in KINDS:
+        for block in getattr(point.plan, kind):
+            if block not in getattr(before, kind):
+                yield ChosenLayer(kind, block, point.damage)
+    if point.plan.tail > before.tail:
+        yield ChosenLayer("tail", blocks - point.plan.tail, point.damage)
 
 
 def _chosen(pick: Picked, blocks: int) -> ChosenLayer:

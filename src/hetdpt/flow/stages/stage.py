@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 MODEL, DATA, SAMPLES = GIVEN = "model", "data", "samples"  # inputs that are not stages
 EVERY_STAGE = "every stage"  # before it, as inputs
-DERIVED = ("sampled_layers", "tail_goal", "priced_goal", "has_free_tail")
+DERIVED = ("sampled_layers", "tail_goal", "priced_goal", "has_free_tail", "mixed_moves")
 """Properties of the configuration by which a stage is known, in place of the settings that they are made of."""
 R = TypeVar("R")
 
@@ -198,7 +198,8 @@ class Stage(ABC, Generic[R]):
     def asked_of(self, config: RunConfig, known_by: Mapping[str, Any]) -> Asked:
         """Return the settings and inputs that decide the result, as far as they are known, as plain JSON."""
         derived = {name: getattr(config, name) for name in DERIVED} | {"keep": config.kept}
-        values = asdict(config) | {"device": find_device(config.device).type} | derived
+        derived |= {"device": find_device(config.device).type, "method": config.chooser.name}
+        values = asdict(config) | derived
         settings = {name: values[name] for name in self.settings}
         return {"settings": settings, "inputs": {name: known_by[name] for name in known_by if self._uses(name)}}
 

@@ -50,8 +50,8 @@ def summarise(context: RunContext) -> RunSummary:
         plan=plan,
         budget=plan.budget,
         ratios=narrowed.ratios if narrowed else None,
-        tokens=config.tokens,
-        method=config.method,
+        tokens=config.tokens or (f"{plan.tokens.method}:{plan.tokens.r}" if plan.tokens else None),
+        method=config.chooser.name,
         device=measured.device,
         processor=measured.processor,
         threads=measured.threads,
@@ -84,7 +84,8 @@ def _goal(context: RunContext) -> GoalResult:
     if config.plus:
         return GoalResult(goals, False, f"{text}; width meets a goal within 2 %, so set it a little higher")
     if config.priced_goal:
-        return GoalResult(goals, False, f"{text}; layers were chosen by predicted costs, so set it a little higher")
+        what = "what is removed was" if config.is_mixed else "layers were"
+        return GoalResult(goals, False, f"{text}; {what} chosen by predicted costs, so set it a little higher")
     further = _next(context, wanted, reached) if config.is_split else None
     hint = f"next: {budget_text(further.budget)}" if further else ""
     return GoalResult(goals, False, f"{text}; {hint or 'no other budget meets it'}", further)

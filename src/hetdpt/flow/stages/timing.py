@@ -12,6 +12,7 @@ from contextlib import closing
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cached_property, partial
+from math import ceil
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -30,6 +31,7 @@ from hetdpt.data.sources import Data
 from hetdpt.export.saved import load, save
 from hetdpt.flow.config import RunConfig
 from hetdpt.flow.execution import fitting_images
+from hetdpt.flow.mix import TIMING_SECONDS
 from hetdpt.flow.stages.budget import held_out, require_possible
 from hetdpt.flow.stages.width import depths_of
 from hetdpt.measurement.accuracy import BATCH
@@ -37,9 +39,12 @@ from hetdpt.measurement.costs import Costs
 from hetdpt.measurement.speed import measure_throughput, synchronize
 from hetdpt.reduce.width.narrow import narrow_to
 from hetdpt.reduce.width.search import SECONDS
+from hetdpt.results import Price
 from hetdpt.selection.entropy import require_offered
+from hetdpt.selection.frontier import MEASURED, SHARE, FrontierSearch
 from hetdpt.selection.importance import ImportanceSearch
 from hetdpt.selection.methods import Method, method_called
+from hetdpt.selection.moves import offered
 from hetdpt.selection.predictor.samples import prune_next
 from hetdpt.selection.select import kinds_of
 from hetdpt.store.checkpoints import KEPT
@@ -47,6 +52,7 @@ from hetdpt.surgery.calibrate import gate_fitted_
 from hetdpt.surgery.merge import merge_
 from hetdpt.surgery.record import require_record
 from hetdpt.surgery.remove import ready, removable, without
+from hetdpt.surgery.tail import trim_to_class_token_
 from hetdpt.training.decide import SPARE, fitting, probe_updates
 from hetdpt.training.rate import MOST
 from hetdpt.training.recover import RecoverConfig, attempt, training_data
@@ -59,6 +65,7 @@ RATIO = 0.3  # of the width, in a trial
 SMALL = 1 << 28  # bytes of a model that is saved for a trial; what a larger one takes is little beside its training
 WARMUP, RUNS = 10, 100  # batches of measure_throughput
 PART = 3  # if the goal is not a number of layers, one in this many is assumed to be removed
+TIMED_LAYERS, TURNS = 250, 100  # batches in which measure_move_prices times layers, and the model at the end
 RATIOS, TIMED, SEARCH = 10, 20, 50  # ratios tried for a goal, for one that is a speedup; batches that time each
 
 
@@ -103,6 +110,12 @@ class TrainingTrial:
         return f"{length} after up to {self.probe} to find the learning rate" if self.probe else length
 
 
+def _rough_cost(plan: Plan) -> float:
+    """Return a cost of ``plan`` by which every move saves something, for a trial of a search."""
+    changed = len(plan) + plan.tail + len(plan.features) + (plan.tokens.r if plan.tokens else 0)
+    return float(MANY - changed)
+
+
 class Trials:
     """What estimates are made of: how many layers will be removed, and single steps, each tried when first needed."""
 
@@ -112,7 +125,7 @@ class Trials:
         self.blocks, self.sites = require_record(base).survey.anatomy.blocks, removable(base)
         kinds = [site.kind for site in self.sites]
         self.offered = Budget(kinds.count("attention"), kinds.count("activation"))
-        self.is_guess = config.layers is None and config.budget is None
+        self.is_guess = config.layers is None and config.budget is None and not config.is_mixed
         asked = config.layers if config.budget is None else sum(config.budget)
         guess = max(self.depths) if config.is_balanced else max(len(kinds) // PART, 1)
         self.layers = guess if asked is None else asked
@@ -123,8 +136,8 @@ class Trials:
         """Raise where the run would end in an error, as far as that can be known beforehand."""
         size = require_record(ready(self.model, self.config.removal)).survey.input_size
         require_possible(self.model, self.config, Costs.of(self.model, size))
-        for count in (self.layers, *self.depths):
-            require_offered(self.sites, self._kinds(method_called(self.config.method), count))
+        for count in (self.layers, *self.depths) if self.config.chooser.takes_budget else ():
+            require_offered(self.sites, self._kinds(self.config.chooser, count))
 
     @property
     def depths(self) -> tuple[int, ...]:
@@ -167,6 +180,20 @@ class Trials:
             return sum(self.choice(kind) for kind in kinds), None
         scans = (self.config.candidates == "te") + self.config.explores  # each as long as a choice among all
         return scans * self.choice(None) + len(kinds) * self.fit + self.updating(self.search), self.search
+
+    @property
+    def search_rounds(self) -> int:
+        """The rounds in which a search over everything that can be removed meets the goal, if each saves its share."""
+        wanted = self.config.with_numbers(self.dense_price).target
+        left = 1 / wanted["speedup"] if "speedup" in wanted else wanted["macs"] / self.dense_price.macs
+        return max(ceil((1 - left) / SHARE), 1)
+
+    def searching(self, rounds: int) -> float:
+        """Return the seconds of so many rounds, of layers timed, and of the model that they make, made and timed."""
+        others = min(MEASURED / max(self.search_moves, 1), 1)
+        made = self._calibration(len(self.sites) // PART) + self.timing(2, TURNS, TIMING_SECONDS)
+        timing = TIMED_LAYERS * self.batch + len(self.sites) * self.counting
+        return timing + self.first_round * (1 + (rounds - 1) * others) + made
 
     def choice(self, kind: Kind | None) -> float:
         """Return the seconds in which a layer is chosen among all of ``kind``."""
@@ -228,7 +255,7 @@ class Trials:
     @cached_property
     def search(self) -> TrainingTrial:
         self._tell("the search")
-        methods = map(method_called, (self.config.method, *self.config.compare))
+        methods = (self.config.chooser, *map(method_called, self.config.compare))
         kinds = next(self._kinds(method, self.layers) for method in methods if method.score == "importance")
         student = deepcopy(self.model)
         settings = self.config.search.with_settings({"training.ema_decay": 0.0, "train_merged": False})
@@ -244,6 +271,29 @@ class Trials:
             self._tell(f"the choice of an {kind} layer")
             found[kind] = self.on_all_images(partial(prune_next, self.model, kind, removal=self.config.removal))
         return found
+
+    @cached_property
+    def dense_price(self) -> Price:
+        """The MACs and parameters of the dense model."""
+        costs = Costs.of(self.model, require_record(ready(self.model, self.config.removal)).survey.input_size)
+        return Price(costs.macs, costs.params)
+
+    @property
+    def search_moves(self) -> int:
+        """How many moves the first round of a search measures."""
+        dense = trim_to_class_token_(ready(self.model, self.config.removal))
+        return len(offered(dense, dense, self.config.moves))
+
+    @cached_property
+    def first_round(self) -> float:
+        """The seconds of the first round of a search over everything that can be removed, which measures all moves."""
+        self._tell("a round of the search")
+
+        def search(images: ImageBatches) -> None:
+            kinds, removal = self.config.moves, self.config.removal
+            next(FrontierSearch(self.model, images, images, _rough_cost, removal=removal, kinds=kinds).rounds(), None)
+
+        return self.on_all_images(search)
 
     @cached_property
     def fit(self) -> float:
