@@ -180,13 +180,14 @@ class FrontierSearch:
     def _best(self, tried: list[TriedMove]) -> list[TriedMove]:
         """Return the moves of this round: those with the least damage for what they save, one in a branch.
 
-        That of others is at most ``WORSE`` times that of the best, or that of the latest round.
+        Once half of a round's share is saved, that of others is at most ``WORSE`` times that of the best, or that of
+        the latest round. Without this half, moves that do no damage at all would be made one by one.
         """
         taken, saved, branches = list[TriedMove](), 0.0, set[object]()
         order = sorted(tried, key=lambda one: one.ratio)
-        limit = max(WORSE * order[0].ratio, self._price) if order else 0.0
+        limit, share = max(WORSE * order[0].ratio, self._price) if order else 0.0, self.share * self.whole
         for one in order:
-            if saved >= self.share * self.whole or (taken and one.ratio > limit):
+            if saved >= (share if one.ratio <= limit else share / 2):
                 break
             if _branch(one.move) not in branches:
                 taken.append(one)
