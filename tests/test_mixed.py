@@ -205,16 +205,16 @@ class TestMixInto:
     def test_a_kill_loses_one_round_at_most(
         self, tmp_path: Path, dense: nn.Module, clock: list[float], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        asked = MixConfig(goal="speedup", value=1.6, removal=KEEP)
+        asked = MixConfig(goal="speedup", value=2.2, removal=KEEP)
         begun = mix_into(tmp_path / "run", dense, BATCHES, JUDGE, asked)
         before = [next(begun)]
         begun.close()
         monkeypatch.setattr(frontier, "measure_move_prices", None)  # would not be called in vain
-        clock += [2.0]
+        clock += [2.3]
         points = [*mix_into(tmp_path / "run", dense, BATCHES, JUDGE, asked)]
         assert points[:1] == before
         assert len(points) > 1
-        with pytest.raises(FileError, match=r"was started with value = 1.6, not 1.7; give the same to resume"):
+        with pytest.raises(FileError, match=r"was started with value = 2.2, not 1.7; give the same to resume"):
             next(mix_into(tmp_path / "run", dense, BATCHES, JUDGE, replace(asked, value=1.7)))
 
 
