@@ -29,8 +29,8 @@ CHUNKS = 12  # of the hidden features of an FFN; each is one move
 STEP = 8  # of the sizes of FFNs, where it is not measured
 STEPS = (1, 8, 16, 32, 64)  # of which the device may need one
 SLOWER = 1.03  # times as long as with the best step, a feature may take
-PARTS = 96  # of the tokens; each is one move, in every block
-JUMPS = (1, 2, 4)  # moves at once that are offered first: a few tokens save less time than matching takes
+PARTS = 192  # of the tokens; each is one move, in every block
+JUMPS = (2, 4, 8)  # moves at once that are offered first: a few tokens save less time than matching takes
 Batches = Iterable[Tensor]
 
 
