@@ -30,7 +30,7 @@ STEP = 8  # of the sizes of FFNs, where it is not measured
 STEPS = (1, 8, 16, 32, 64)  # of which the device may need one
 SLOWER = 1.03  # times as long as with the best step, a feature may take
 PARTS = 192  # of the tokens; each is one move, in every block
-JUMPS = (2, 4, 8)  # moves at once that are offered first: a few tokens save less time than matching takes
+JUMPS = (1, 2, 4, 8)  # moves at once that are offered first: a few tokens save less time than matching takes
 Batches = Iterable[Tensor]
 
 
