@@ -3,11 +3,14 @@
     python benchmarks/frontier.py search [--models ...] [--kinds ...] [--images 256] [--judge 128]
     python benchmarks/frontier.py speed [--models ...] [--runs 30]
     python benchmarks/frontier.py recover [--models ...] [--speedups 1.5] [--minutes 30]
+    python benchmarks/frontier.py growth
 
 ``search`` runs ``hetdpt.frontier_into`` on training images without labels, with all kinds of moves (``mixed``) or a
 single one. For each speedup it takes the first point that has it by the times of layers, applies its plan as ``hetdpt
 apply`` does, without any training, and scores the model on all validation images, which decided nothing. ``speed``
 times these models in turns with the dense one. ``recover`` is ``hetdpt recover --recipe quick --minutes M`` of a point.
+``growth`` measures the CPU time of a search and the memory of its process for ViTs of other depths and widths with
+random weights, and for more images.
 
 The models are the ViT-Tiny of ``../shared/data`` on ImageNet, the DINOv2 ViT-S of ``tail.py`` on CIFAR-10, the model
 that comes with hetdpt, and a ViT whose head averages the tokens, trained here on the digits of the demo: there no
@@ -18,15 +21,22 @@ from __future__ import annotations
 
 import argparse
 import json
+import resource
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from itertools import islice
+from multiprocessing import get_context
 from pathlib import Path
+from statistics import median
+from time import process_time
 from typing import Any
 
 # isort: off
 import hetdpt  # before timm: cures torchvision where its operators do not load
 
 # isort: on
+import torch
 from evidence import IMAGENET, RESULTS, VIT_TINY, VIT_TINY_WEIGHTS, Key, Recorder, interval, require_real_data
 from tail import CIFAR, fine_tuned, run, scores
 from tail import WORK as TAIL_WORK
@@ -39,6 +49,8 @@ from hetdpt.data.fixed_batches import ImageBatches
 from hetdpt.data.sources import open_data
 from hetdpt.flow.frontier import FrontierConfig, frontier_into
 from hetdpt.reduce.apply import apply_
+from hetdpt.selection.frontier import FrontierSearch
+from hetdpt.selection.move_prices import measure_move_prices
 from hetdpt.selection.moves import MOVES
 from hetdpt.surgery.merge import merge_
 from hetdpt.surgery.tail import trim_if_possible_
@@ -198,7 +210,41 @@ def recovered(
     return {**kept, "seconds": round(summary["seconds"]), **scores(hetdpt.load(out / "best"), data)}
 
 
-MEASUREMENTS = {"search": search, "speed": time_points, "recover": recover_points}
+SIZES = ((6, 192, 64), (12, 192, 64), (24, 192, 64), (12, 96, 64), (12, 384, 64), (12, 192, 256))
+"""(depth, width, images to fit on), with half as many images to judge by."""
+ROUNDS = 4  # of a search whose growth is measured
+
+
+def measure_growth(recorder: Recorder, bench: Bench, options: argparse.Namespace) -> None:
+    """Add a row for each size, measured in a process of its own."""
+    for depth, width, images in SIZES:
+        key = {"part": "growth", "depth": depth, "width": width, "images": images}
+        if not recorder.has(**key):
+            with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+                recorder.add(key, **pool.submit(cost_of_rounds, depth, width, images).result())
+
+
+def cost_of_rounds(depth: int, width: int, images: int) -> dict[str, float]:
+    """Return the CPU seconds of the first round of a search and of each of the next ones, and the memory in GB."""
+    import timm
+
+    size = {"img_size": 112, "embed_dim": width, "depth": depth, "num_heads": width // 32, "num_classes": 10}
+    model = timm.create_model("vit_tiny_patch16_224", **size).eval()
+    draw = torch.Generator().manual_seed(0)
+    fit, judge = (
+        [torch.randn(16, 3, 112, 112, generator=draw) for _ in range(count // 16)] for count in (images, images // 2)
+    )
+    prices = measure_move_prices(model, batch=1)
+    search = FrontierSearch(model, fit, judge, lambda plan: prices.of(plan).macs)
+    before, seconds = process_time(), list[float]()
+    for _ in islice(search.rounds(), ROUNDS):
+        seconds.append(process_time() - before)
+        before = process_time()
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
+    return {"first": round(seconds[0], 1), "later": round(median(seconds[1:]), 1), "gigabytes": round(memory, 2)}
+
+
+MEASUREMENTS = {"search": search, "speed": time_points, "recover": recover_points, "growth": measure_growth}
 
 
 def main() -> None:
