@@ -71,7 +71,7 @@ class RunConfig(GoalFields):
     It is also hetdpt where a setting is given that mixed has no use for, such as compare, tail or tokens.
     """
     moves: tuple[str, ...] = tuple(MOVES)
-    """What the method mixed may remove: attention, activation, tail, features, tokens."""
+    """What the method mixed may remove: attention, activation, tail, features, heads, tokens."""
     compare: tuple[str, ...] = ()
     """Other methods to try with the same number of layers and the same fine-tuning, such as random,attention-only."""
     samples: Path | None = None
@@ -137,11 +137,7 @@ class RunConfig(GoalFields):
         self._require_numbers()
         self._require_tail()
         require_runtimes(self.export)
-        _ = (
-            self.collect_config,
-            self.select_config,
-            FrontierConfig(moves=self.moves),
-        )  # what they refuse, is refused here
+        _ = self.collect_config, self.select_config, FrontierConfig(moves=self.moves)  # which may refuse
         require_class_token(self.class_token, self.removal)
 
     @property
