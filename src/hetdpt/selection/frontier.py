@@ -115,6 +115,8 @@ class FrontierSearch:
         self._known: dict[object, float] = {}
         """The damage for what is saved of each kind of move in each block, as measured last."""
         self._given_back = set[str]()
+        self._earlier = list[tuple[float, float]]()
+        """The cost and the damage of each plan so far."""
         self._number = self._rounds = 0
 
     @cached_property
@@ -161,6 +163,7 @@ class FrontierSearch:
 
     def _move_to(self, plan: Plan, damage: float, names: tuple[str, ...]) -> FrontierPoint:
         self.plan, self.damage = plan, damage
+        self._earlier.append((self.cost(plan), damage))
         return FrontierPoint(plan, damage, self.cost(plan), names)
 
     def _tried(self) -> list[TriedMove]:
@@ -210,10 +213,15 @@ class FrontierSearch:
         worth = {one: undone for one, found in rough.items() if (undone := self._undone(one, found)) > 1}
         for one in sorted(worth, key=lambda one: -worth[one])[:TRIALS]:
             damage = self._damage_of(one.plan, str(one))
-            if self._undone(one, damage) > MARGIN:
+            if self._undone(one, damage) > MARGIN and not self._is_pointless(one.plan, damage):
                 self._given_back.add(one.what)
                 return self._move_to(one.plan, damage, (str(one),))
         return None
+
+    def _is_pointless(self, plan: Plan, damage: float) -> bool:
+        """Whether an earlier plan costs no more than ``plan`` and does no more than this damage."""
+        cost = self.cost(plan)
+        return any(earlier_cost <= cost and earlier <= damage for earlier_cost, earlier in self._earlier)
 
     def _undone(self, one: Return, damage: float) -> float:
         """Return how much damage a return undoes for its cost, in prices of the latest round."""
