@@ -252,6 +252,19 @@ def test_what_later_moves_made_worse_is_given_back_once(prices: MovePrices) -> N
     assert before not in frontier_of(points)
 
 
+def test_nothing_is_given_back_for_a_plan_that_an_earlier_one_makes_pointless(prices: MovePrices) -> None:
+    """The third token does much harm and those after it none, for which half of them would be worth giving back."""
+
+    def damage(plan: Plan) -> float:
+        merged = plan.tokens.r if plan.tokens else 0
+        return {0: 0.0, 1: 0.5, 2: 1.2, 3: 2.3}.get(merged, 2.35)
+
+    points = pretended(search_on(prices, kinds=("tokens",), share=0.01), damage).rounds()
+    merged = [point.plan.tokens.r for point in points if point.plan.tokens]
+    assert merged == sorted(set(merged))
+    assert merged[:4] == [1, 2, 3, 4]
+
+
 def test_moves_that_harm_together_are_not_made_together(prices: MovePrices) -> None:
     def damage(plan: Plan) -> float:
         """Narrower FFNs hardly matter, unless there is more than one."""
