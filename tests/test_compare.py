@@ -39,7 +39,7 @@ from hetdpt.flow.recipes import quick, recipe
 from hetdpt.measurement.costs import Costs
 from hetdpt.report.comparison import COLUMNS, csv_rows, draw
 from hetdpt.results import Difference, MethodComparison, from_json
-from hetdpt.selection.methods import METHODS
+from hetdpt.selection.methods import BY_LAYERS, METHODS
 from hetdpt.selection.predictor.samples import CollectConfig, SampleStep
 from hetdpt.selection.select import SelectConfig
 from hetdpt.store.atomic import write_csv
@@ -117,7 +117,7 @@ def own(done: list[ComparisonDone]) -> list[tuple[str, Cell | None]]:
 
 def test_every_method_has_its_rows(whole: MethodComparison) -> None:
     assert [(row.method, row.seed) for row in whole.rows] == [
-        (method, seed) for method in METHODS for seed in ((0, 1) if method in TWICE else (0,))
+        (method, seed) for method in BY_LAYERS for seed in ((0, 1) if method in TWICE else (0,))
     ]
     for row in whole.rows:
         only = METHODS[row.method].only
@@ -204,7 +204,7 @@ def test_only_small_files_stay(home: Path, done: list[ComparisonDone]) -> None:
 
 def test_a_choice_keeps_its_scores(done: list[ComparisonDone]) -> None:
     chosen = {o.subject: o.result for o in done if isinstance(o.result, Chosen)}
-    assert len(chosen) == len(METHODS) + len(TWICE)
+    assert len(chosen) == len(BY_LAYERS) + len(TWICE)
     for cell, outcome in chosen.items():
         assert cell is not None
         assert len(outcome.picks) == 2
@@ -421,7 +421,7 @@ def test_csv_and_figure(whole: MethodComparison, tmp_path: Path) -> None:
     assert size_of(tmp_path / "comparison.png") > (1000, 600)
     draw(whole, tmp_path / "comparison.svg")
     text = (tmp_path / "comparison.svg").read_text()
-    for word in (*METHODS, "dense", "0+2", "standard deviation over 2 seeds", "cpu, float32, batch 1"):
+    for word in (*BY_LAYERS, "dense", "0+2", "standard deviation over 2 seeds", "cpu, float32, batch 1"):
         assert f"<!-- {word}" in text or word in text, word
     with pytest.raises(FileError, match="ends in .png or .svg, but comparison.pdf does not"):
         draw(whole, tmp_path / "comparison.pdf")
@@ -529,4 +529,4 @@ def test_processes_share_the_tasks(home: Path, tmp_path: Path) -> None:
     for name in {line.removesuffix(f" {others}") for line in told[0]}:
         if "which chose the same" not in name:
             assert sum(f"{name} {others}" not in lines for lines in told) == 1, name
-    assert len(read_comparison(out).rows) == len(METHODS)
+    assert len(read_comparison(out).rows) == len(BY_LAYERS)

@@ -234,7 +234,8 @@ def test_which_rates_are_tried() -> None:
     assert searched(falling) == (3e-3, [1e-4, 3e-4, 1e-3, 3e-3])
     assert searched({**falling, 3e-4: math.inf}) == (1e-4, [1e-4, 3e-4, 3e-5])
     assert searched({**falling, 3e-4: 0.85, 3e-5: 0.5}) == (3e-5, [1e-4, 3e-4, 3e-5, 1e-5])
-    assert searched({**falling, 3e-4: 0.8}) == (3e-4, [1e-4, 3e-4, 3e-5])  # near the least
+    assert searched({**falling, 3e-4: 0.76}) == (3e-4, [1e-4, 3e-4, 3e-5])  # within a tenth of the least
+    assert searched({**falling, 3e-4: 0.78}) == (1e-4, [1e-4, 3e-4, 3e-5])
     rising = dict(zip(RATES, (1.1, 1.4, 1.7, 2.0, 2.3, 2.6), strict=True))
     assert searched(rising) == (1e-5, [1e-4, 3e-5, 1e-5])
     assert searched({**rising, 1e-4: math.inf, 3e-5: math.inf}) == (1e-5, [1e-4, 3e-5, 1e-5])

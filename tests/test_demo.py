@@ -70,7 +70,8 @@ def test_the_model_brings_its_own_sizes() -> None:
 def test_the_run_treats_all_methods_alike_and_flips_no_digit(tmp_path: Path) -> None:
     config = demo_config(tmp_path)
     assert (config.model, config.data) == (DEMO, DEMO)
-    assert {config.method, *config.compare} == {"hetdpt", "attention-only", "activation-only", "random"} <= set(METHODS)
+    methods = {config.chooser.name, *config.compare}
+    assert methods == {"hetdpt", "attention-only", "activation-only", "random"} <= set(METHODS)
     assert all(part.augmentation.hflip == 0 for part in (config.collection, config.search, config.recovery))
     assert (config.kept, config.recovery.hold_out > 0) == ("best", True)  # the validation images choose nothing
 

@@ -357,6 +357,6 @@ class TestRun:
         assert [one.stage for one in found.stages] == [
             "analyse", "select", "recover", "merge", "measure", "save", "report",
         ]  # fmt: skip
-        assert stage(found, "select").text == "about 6 rounds by mixed, 8 training images"  # a sixth, 3 % in each
+        assert stage(found, "select").text == "about 5 rounds by mixed, 8 training images"  # a sixth, 4 % in each
         assert (stage(found, "select").seconds or 0) > 0
         assert not found.is_guess

@@ -132,7 +132,7 @@ def oneshot_into(
     has the plan and the result, as JSON. Until it is written, the choices so far are in ``partial_of(directory)``;
     called again after a kill, it resumes from there. ``watch`` is called with every choice.
 
-    >>> import tempfile, hetdpt
+    >>> import tempfile, hetdpt, torch
     >>> model = hetdpt.create("test_vit", img_size=32, num_classes=10)
     >>> images, config = [torch.randn(4, 3, 32, 32)], OneShotConfig(layers=1, kind="attention", removal="plain")
     >>> with tempfile.TemporaryDirectory() as folder:
