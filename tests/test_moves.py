@@ -120,6 +120,8 @@ PLANS = [
     Plan(removal=KEEP, heads=((0, 1), (2, 1))),
     Plan(removal=KEEP, attention=(0,), features=((0, 32),), heads=((1, 1), (2, 1), (3, 1)), tail=2),
     Plan(removal=KEEP, heads=((0, 1),), tail=4),
+    Plan(removal=KEEP, heads=((0, 1), (2, 1)), head_dims=((0, 12), (1, 8)), tail=1),
+    Plan(removal=KEEP, heads=((3, 1),), head_dims=((0, 8), (2, 12), (3, 4)), tail=2),
     Plan(removal=KEEP, heads=((0, 1), (3, 1)), tail=2, tokens=TOME),
     Plan(removal=KEEP, tokens=TOME),
     Plan(removal=KEEP, attention=(1,), activation=(0,), site_styles=(("attention", 1, "linear"),), tokens=TOME),

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from hetdpt.core.errors import PlanError
-from hetdpt.core.plan import KINDS, Removal
+from hetdpt.core.plan import KINDS, NARROWER, Removal
 from hetdpt.core.progress import StageProgress
 from hetdpt.flow.oneshot import ImagesSeen, asked_of
 from hetdpt.results import FrontierPoint, FrontierResult, from_json, to_json
@@ -26,7 +26,7 @@ from hetdpt.surgery.record import InputSize
 from hetdpt.surgery.remove import settled_removal
 
 PLANS, TABLE = "plans", "frontier.csv"
-COLUMNS = ("speedup", "damage", "ms", "attention", "activation", "tail", "features", "heads", "plan")
+COLUMNS = ("speedup", "damage", "ms", "attention", "activation", "tail", *NARROWER, "plan")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +115,7 @@ def _write(directory: Path, found: FrontierResult) -> None:
         speedup, plan = found.speedup(point), point.plan
         name = plan_file(found, number)
         write_text(directory / name, f"{plan.to_json()}\n")
-        left = {name: " ".join(f"{b}:{n}" for b, n in getattr(plan, name)) for name in ("features", "heads")}
+        left = {name: " ".join(f"{b}:{n}" for b, n in getattr(plan, name)) for name in NARROWER}
         kinds: dict[str, str] = {kind: " ".join(map(str, getattr(plan, kind))) for kind in KINDS}
         numbers = {"speedup": f"{speedup:.4f}", "damage": f"{point.damage:.5g}", "ms": f"{point.cost:.4g}"}
         rows.append({**numbers, **kinds, "tail": plan.tail, **left, "plan": name})

@@ -33,7 +33,7 @@ def apply_(
     if plan.narrower or plan.tokens:
         require_more_than_once(batches, "once for each part of the plan")
         require_applicable(model, plan, Peeked(batches, model, PURPOSE).size)
-    layers = replace(plan, features=(), heads=(), tokens=None)
+    layers = replace(plan.without_narrower(), tokens=None)
     if not layers.is_empty or record_of(model) is None:
         remove_(model, layers, batches, progress=progress)
     if plan.narrower:
@@ -44,7 +44,7 @@ def apply_(
 
 def require_applicable(model: nn.Module, plan: Plan, input_size: InputSize | None = None) -> None:
     """Raise ``PlanError`` if ``plan`` cannot be applied to ``model``, which is not changed."""
-    placed = place_(clone(model), replace(plan, features=(), heads=(), tokens=None, fits=()), input_size)
+    placed = place_(clone(model), replace(plan.without_narrower(), tokens=None, fits=()), input_size)
     require_narrower(placed, plan.narrower)
     if plan.tokens:
         reduce_tokens_(placed, plan.tokens)

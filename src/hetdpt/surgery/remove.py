@@ -27,7 +27,7 @@ from hetdpt.core.gates import (
     replacement_class,
 )
 from hetdpt.core.modules import clone, put_, require_takes
-from hetdpt.core.plan import Fit, Plan, Removal, Site, with_class_token
+from hetdpt.core.plan import NARROWER, Fit, Plan, Removal, Site, with_class_token
 from hetdpt.core.styles import ClassTokenChoice, Style
 from hetdpt.surgery.arrange import arrange_, require_arrangeable
 from hetdpt.surgery.merge import merge_ffn_, neutralise_
@@ -128,8 +128,7 @@ def _united(plan: Plan, record: Record) -> Plan:
         activation=tuple({*plan.activation, *record.plan.activation}),
         site_styles=(*plan.site_styles, *kept),
         tail=max(plan.tail, record.plan.tail),
-        features=(*record.plan.features, *plan.features),
-        heads=(*record.plan.heads, *plan.heads),
+        **{name: (*getattr(record.plan, name), *getattr(plan, name)) for name in NARROWER},
         anatomy=record.survey.anatomy,
         fits=tuple(fit for fit in fits if fit.kind != "tail" or fit.block not in attention),
     )
