@@ -322,7 +322,7 @@ class Plan:
         more = {kind: tuple(site.block for site in sites if site.kind == kind) for kind in KINDS}
         attention, activation = ((*getattr(self, kind), *more[kind]) for kind in KINDS)
         tail = max(self.tail, *(move.length for move in moves if isinstance(move, Tail)), 0)
-        narrower = {
+        narrower: dict[str, Any] = {
             name: (*getattr(self, name), *((move.block, move.count) for move in moves if isinstance(move, kind)))
             for name, kind in NARROWER.items()
         }
@@ -372,12 +372,13 @@ class Plan:
         >>> [str(move) for move in Plan(features=((0, 64), (1, 32)), heads=((1, 2),)).narrower]
         ['64 features in block 0', '2 heads in block 1', '32 features in block 1']
         """
-        moves = [kind(*row) for name, kind in NARROWER.items() for row in getattr(self, name)]
+        moves: list[Narrower] = [kind(*row) for name, kind in NARROWER.items() for row in getattr(self, name)]
         return tuple(sorted(moves, key=lambda move: move.block))  # stable: attention comes first
 
     def without_narrower(self) -> Plan:
         """Return the plan with all branches as wide as they were."""
-        return replace(self, **dict.fromkeys(NARROWER, ()))
+        none: dict[str, Any] = dict.fromkeys(NARROWER, ())
+        return replace(self, **none)
 
     @property
     def fitted(self) -> tuple[str, ...]:

@@ -31,7 +31,8 @@ class Turned(NamedTuple):
     @property
     def of_maps(self) -> Tensor:
         """The matrix that turns keys and values of all heads together."""
-        return torch.block_diag(*self.keys, *self.values)
+        joined: Tensor = torch.block_diag(*self.keys, *self.values)
+        return joined
 
 
 @torch.no_grad()
