@@ -106,7 +106,7 @@ def put_back(current: nn.Module, dense: nn.Module, plan: Plan, batches: Iterable
     """Return a copy of ``current`` that has given back what ``plan`` does not remove, taken from ``dense``.
 
     ``plan`` is that of a ``Return``. The rest is as it is in ``current``, not fitted again, but for the tail if more of
-    it reads patches. ``batches`` are read only where a branch has another width then, and for that.
+    it, or wider attention, reads patches. ``batches`` are read only for that, and where a branch has another width.
     """
     record = require_record(current)
     changed = {(move.kind, move.block) for move in {*plan.narrower} ^ {*record.plan.narrower}}
