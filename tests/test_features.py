@@ -66,7 +66,7 @@ def test_features_that_others_repeat_cost_nothing(images: Tensor) -> None:
 def test_a_narrow_ffn_is_the_wide_one_with_features_of_zero_and_another_second_layer(images: Tensor) -> None:
     network = model().double()
     given = images.double()
-    [moments] = inner_moments(network, [FewerFeatures(2, 40)], [given]).values()
+    moments = inner_moments(network, [FewerFeatures(2, 40)], [given])
     narrow = leave_(deepcopy(network), FewerFeatures(2, 40), moments)
     kept = narrow.get_submodule("blocks.2.mlp")
     wide = network.get_submodule("blocks.2.mlp")
@@ -82,7 +82,7 @@ def test_a_narrow_ffn_is_the_wide_one_with_features_of_zero_and_another_second_l
 def test_the_second_layer_takes_over(images: Tensor) -> None:
     """Refitted it is nearer to the dense model than with the same features and its old weights."""
     network, layers = model(), "blocks.1.mlp"
-    [moments] = inner_moments(network, [FewerFeatures(1, 48)], [images]).values()
+    moments = inner_moments(network, [FewerFeatures(1, 48)], [images])
     narrow = leave_(deepcopy(network), FewerFeatures(1, 48), moments)
     wide, kept = network.get_submodule(layers), narrow.get_submodule(layers)
     rows = [int((wide.fc1.weight == row).all(1).nonzero()) for row in kept.fc1.weight]  # type: ignore[operator, union-attr]

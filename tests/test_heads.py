@@ -1,4 +1,4 @@
-"""Fewer heads in single blocks, and plans that have them beside everything else."""
+"""Fewer heads, and heads of fewer dimensions, in single blocks, and plans that have them beside everything else."""
 
 from __future__ import annotations
 
@@ -14,12 +14,21 @@ from test_training import SHORT, tiny
 from torch import Tensor, nn
 
 import hetdpt
-from hetdpt.adapters.attention import attention_at
+from hetdpt.adapters.attention import Attention, attention_at
 from hetdpt.core.errors import PlanError
-from hetdpt.core.plan import FewerHeads, Plan, Site, Styled
+from hetdpt.core.plan import FewerDims, FewerHeads, Plan, Site, Styled
 from hetdpt.core.tokens import Tokens
 from hetdpt.reduce.apply import apply_
-from hetdpt.reduce.width.inner import head_counts, inner_moments, leave_, narrow_branches_, with_narrower
+from hetdpt.reduce.width.dims import turn_heads_
+from hetdpt.reduce.width.inner import (
+    cut_branch_,
+    dim_counts,
+    head_counts,
+    inner_moments,
+    leave_,
+    narrow_branches_,
+    with_narrower,
+)
 from hetdpt.selection.moves import offered, variants
 from hetdpt.surgery.calibrate import with_tail
 from hetdpt.surgery.record import require_record
@@ -34,7 +43,14 @@ NARROWABLE = (
     "hf CLIPVisionModel",
     "hf SiglipVisionModel",
 )
-WHOLE = Plan(attention=(0,), removal=KEEP, tail=2, features=((0, 64), (1, 96)), heads=((1, 3), (2, 2), (3, 1)))
+WHOLE = Plan(
+    attention=(0,),
+    removal=KEEP,
+    tail=2,
+    features=((0, 64), (1, 96)),
+    heads=((1, 3), (2, 2), (3, 1)),
+    head_dims=((1, 6), (3, 4)),
+)
 
 
 @pytest.fixture
@@ -72,7 +88,7 @@ def test_a_narrow_attention_is_the_wide_one_with_heads_of_zero_and_another_proje
     model = ready_for(given, family.build().double(), "plain")
     block, count = next((block, count) for block, count in head_counts(model).items() if count > 1)
     move = FewerHeads(block, count - 1)
-    [moments] = inner_moments(model, [move], [given]).values()
+    moments = inner_moments(model, [move], [given])
     narrow = leave_(deepcopy(model), move, moments)
     path = require_record(model).attentions[block].site.path
     wide, left = attention_at(model, path), attention_at(narrow, path)
@@ -92,6 +108,83 @@ def _tensor(model: nn.Module, images: Tensor) -> Tensor:
     return found if isinstance(found, Tensor) else found[0]
 
 
+def low_rank(rank: int) -> nn.Module:
+    """Return a model in whose second block each head needs no more than ``rank`` dimensions."""
+    model = four_headed().double()
+    weight = model.get_parameter("blocks.1.attn.qkv.weight")
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for head in weight.view(12, 8, 32):
+            turn = torch.linalg.qr(torch.randn(8, 8, generator=generator, dtype=torch.float64)).Q[:, :rank]
+            head.copy_(turn @ turn.T @ head)
+    return model
+
+
+def attention(model: nn.Module) -> Attention:
+    return attention_at(model, "blocks.1.attn")
+
+
+def test_dimensions_that_are_not_needed_cost_nothing_however_they_are_turned(images: Tensor) -> None:
+    model = low_rank(3)
+    given = images.double()
+    narrow = narrow_branches_(deepcopy(model), [FewerDims(1, 3)], [given])
+    assert (attention(narrow).heads, attention(narrow).head_dim) == (4, 3)
+    assert dim_counts(narrow) == {0: 8, 1: 3, 2: 8, 3: 8}
+    assert distance(answers(narrow, given), answers(model, given)) < 1e-4  # the ridge of 1e-6
+    less = narrow_branches_(deepcopy(model), [FewerDims(1, 2)], [given])
+    assert distance(answers(less, given), answers(model, given)) > 1e-3
+
+
+def test_heads_are_turned_without_a_change(images: Tensor) -> None:
+    model, move = four_headed().double(), FewerDims(1, 8)
+    given = inner_moments(model, [move], [images.double()])
+    turned = deepcopy(model)
+    turn_heads_(turned, attention(turned), 8, given)
+    assert not torch.allclose(
+        turned.get_parameter("blocks.1.attn.qkv.weight"), model.get_parameter("blocks.1.attn.qkv.weight")
+    )
+    assert distance(answers(turned, images.double()), answers(model, images.double())) < 1e-4
+
+
+def test_small_heads_are_the_turned_ones_with_dimensions_of_zero(images: Tensor) -> None:
+    model, move = four_headed().double(), FewerDims(1, 5)
+    given = inner_moments(model, [move], [images.double()])
+    narrow = leave_(deepcopy(model), move, given)
+    turn_heads_(model, attention(model), 5, given)
+    with torch.no_grad():
+        model.get_parameter("blocks.1.attn.qkv.weight")[:32] *= (8 / 5) ** 0.5  # its scale is that of 8 dimensions
+        model.get_parameter("blocks.1.attn.qkv.bias")[:32] *= (8 / 5) ** 0.5
+    assert distance(answers(narrow, images.double()), answers(model, images.double())) < 1e-12
+
+
+def test_turned_heads_are_nearer_than_heads_cut_as_they_are(images: Tensor) -> None:
+    model = four_headed()
+    fitted = narrow_branches_(deepcopy(model), [FewerDims(1, 4)], [images])
+    plain = cut_branch_(deepcopy(model), FewerDims(1, 4))
+    assert distance(answers(fitted, images), answers(model, images)) < distance(
+        answers(plain, images), answers(model, images)
+    )
+
+
+@pytest.mark.parametrize("name", NARROWABLE)
+def test_every_narrowable_attention_may_have_smaller_heads(name: str) -> None:
+    family = named(name)
+    images = family.images(8)
+    model = ready_for(images, family.build(), "plain")
+    moves = offered(model, model, ["head_dims"])
+    assert moves
+    for variant in variants(model, moves[:1], [images]).values():
+        small = attention_at(variant, require_record(variant).attentions[0].site.path)
+        assert small.head_dim < attention_at(model, small.path).head_dim
+        assert 0 < distance(_tensor(variant, images), _tensor(model, images)) < 0.5
+
+
+def test_heads_with_norms_keep_their_dimensions() -> None:
+    model = ready(tiny(qk_norm=True), "plain")
+    assert dim_counts(model) == {}
+    assert head_counts(model) == {0: 2, 1: 2, 2: 2}
+
+
 def test_attention_of_other_classes_offers_no_heads() -> None:
     family = named("hf Swinv2ForImageClassification")
     model = ready_for(family.images(2), family.build(), "calibrated")
@@ -103,7 +196,7 @@ def test_a_whole_plan_is_applied_saved_and_loaded(tmp_path: Path) -> None:
     images = family.images(24)
     dense = family.build()
     counts = {block: count - 1 for block, count in head_counts(ready_for(images, dense, "plain")).items()}
-    plan = Plan(removal=KEEP, tail=2, heads=tuple(counts.items()))
+    plan = Plan(removal=KEEP, tail=2, heads=tuple(counts.items()), head_dims=((0, 4), (2, 6)))
     pruned = apply_(dense, plan, [images, images])
     found = require_record(pruned).plan
     assert replace(found, fits=()) == replace(plan, anatomy=found.anatomy)
@@ -126,11 +219,21 @@ def test_the_maps_of_a_tail_lose_the_rows_of_the_heads(images: Tensor) -> None:
         assert hetdpt.count_params(narrow) < hetdpt.count_params(tailed)
 
 
+def test_the_maps_of_a_tail_are_turned_with_the_heads(images: Tensor) -> None:
+    given = images.double()
+    tailed = with_tail(trim_to_class_token_(low_rank(3)), 4, [given])
+    narrow = narrow_branches_(deepcopy(tailed), [FewerDims(1, 3)], [given])
+    assert distance(answers(narrow, given), answers(tailed, given)) < 1e-3  # maps are not of rank 3
+
+
 def test_a_block_with_fewer_heads_can_be_changed_further(images: Tensor) -> None:
     model = trim_to_class_token_(ready_for(images, tiny(depth=4, num_heads=4), KEEP))
-    narrow = apply_(model, Plan(removal=KEEP, heads=((1, 2), (2, 3), (3, 1))), [images, images])
+    narrow = apply_(deepcopy(model), Plan(removal=KEEP, heads=((1, 2), (2, 3), (3, 1))), [images, images])
     site = Site("attention", 1, "blocks.1.attn")
-    moves = [Styled(site, "linear"), *offered(narrow, tiny(depth=4, num_heads=4), ["tail", "heads", "tokens"])]
+    moves = [
+        Styled(site, "linear"),
+        *offered(narrow, model, ["tail", "heads", "head_dims", "tokens"]),
+    ]
     assert FewerHeads(1, 1) in moves
     for move, variant in variants(narrow, moves, [images]).items():
         assert distance(answers(variant, images), answers(narrow, images)) < 2, move
@@ -149,6 +252,7 @@ def test_it_is_trained_like_any_student(images: Tensor) -> None:
     *_, last = hetdpt.recover(student, dense, "demo", config)
     assert last.loss is not None
     assert head_counts(student) == {1: 3, 2: 2, 3: 1}
+    assert dim_counts(student) == {1: 6, 2: 8, 3: 4}
 
 
 def test_tokens_are_merged_where_there_are_fewer_heads(images: Tensor) -> None:
@@ -175,6 +279,8 @@ def test_a_plan_without_the_attention_has_no_heads_of_it() -> None:
 def test_what_cannot_be_done_is_said(images: Tensor) -> None:
     with pytest.raises(PlanError, match="leaves 2 heads in block 0, which is fitted on images"):
         hetdpt.prune_(tiny(), Plan(heads=((0, 2),)))
+    with pytest.raises(PlanError, match="the plan leaves heads of 20 dimensions in block 1, but there are 16"):
+        hetdpt.apply_(tiny(), Plan(head_dims=((1, 20),)), [images])
     with pytest.raises(PlanError, match="the plan leaves 3 heads in block 1, but there are 2"):
         hetdpt.apply_(tiny(), Plan(heads=((1, 3),)), [images])
     with pytest.raises(

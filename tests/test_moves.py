@@ -128,6 +128,8 @@ PLANS = [
     Plan(removal=KEEP, heads=((0, 1), (2, 1))),
     Plan(removal=KEEP, attention=(0,), features=((0, 32),), heads=((1, 1), (2, 1), (3, 1)), tail=2),
     Plan(removal=KEEP, heads=((0, 1),), tail=4),
+    Plan(removal=KEEP, heads=((0, 1), (2, 1)), head_dims=((0, 12), (1, 8)), tail=1),
+    Plan(removal=KEEP, heads=((3, 1),), head_dims=((0, 8), (2, 12), (3, 4)), tail=2),
     Plan(removal=KEEP, heads=((0, 1), (3, 1)), tail=2, tokens=TOME),
     Plan(removal=KEEP, tokens=TOME),
     Plan(removal=KEEP, attention=(1,), activation=(0,), site_styles=(("attention", 1, "linear"),), tokens=TOME),
@@ -308,8 +310,30 @@ def test_what_is_put_back_is_that_of_the_dense_model() -> None:
         assert not torch.equal(variant(some(seed=1)), current(some(seed=1)))
     last = put_back(current, dense, replace(RETURNED, features=()), [some()])
     assert last.get_submodule("blocks.0.mlp.fc1").weight is dense.get_submodule("blocks.0.mlp.fc1").weight
-    only = Plan(removal=KEEP, attention=(1,))  # with nothing else removed, what is left is the dense model
-    torch.testing.assert_close(put_back(refits(only), dense, Plan(removal=KEEP), [some()])(some()), dense(some()))
+    for only in (  # with nothing else removed, what is left is the dense model
+        Plan(removal=KEEP, attention=(1,)),
+        Plan(removal=KEEP, features=((0, 64),), heads=((1, 1),), head_dims=((1, 12), (2, 8))),
+    ):
+        variant = put_back(refits(only), dense, Plan(removal=KEEP), [some()])
+        torch.testing.assert_close(variant(some()), dense(some()))
+
+
+def test_heads_and_dimensions_that_are_given_back_are_fitted_anew() -> None:
+    """The other narrow branches are those of the current model, which here are before: all is as ``apply_`` has it."""
+    dense = base()
+    refits = Refits(dense, [some()])
+    plan = Plan(removal=KEEP, features=((0, 64),), heads=((3, 1),), head_dims=((2, 8), (3, 8)), tail=1)
+    current, found = refits(plan), returns(plan, dense)
+    assert [one.what for one in found] == [
+        "features in block 0",
+        "head dims in block 2",
+        "heads in block 3",
+        "head dims in block 3",
+    ]
+    assert [one.plan.head_dims for one in found[1:]] == [((2, 10), (3, 8)), ((2, 8), (3, 8)), ((2, 8), (3, 10))]
+    for one in found[2:]:
+        variant = put_back(current, dense, one.plan, [some()])
+        torch.testing.assert_close(variant(some(seed=1)), refits(one.plan)(some(seed=1)))
 
 
 def test_tokens_are_given_back_by_half() -> None:

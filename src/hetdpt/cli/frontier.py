@@ -108,7 +108,7 @@ def _print(found: FrontierResult, options: FrontierOptions, wanted: float) -> No
     rows = table("the least damage at every speed", *columns, "tokens")
     for point in found.points:
         plan, accuracy = point.plan, [percent(point.accuracy.top1)] if point.accuracy else []
-        kept = f"{counted(len(plan.narrower), 'layer')} narrowed" if plan.narrower else "-"
+        kept = f"{counted(plan.narrowed, 'layer')} narrowed" if plan.narrower else "-"
         blocks = (" ".join(map(str, getattr(plan, kind))) or "-" for kind in ("attention", "activation"))
         tokens = f"{plan.tokens.method} {plan.tokens.r}" if plan.tokens else "-"
         speed = times(found.speedup(point))

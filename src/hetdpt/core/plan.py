@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Collection
 from dataclasses import asdict, dataclass, field, fields, replace
 from numbers import Integral
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 from hetdpt.core.errors import PlanError
 from hetdpt.core.styles import PRESETS, STYLES, ClassToken, ClassTokenChoice, Style, styles_for
@@ -66,6 +66,8 @@ class FewerFeatures:
 
     block: int
     count: int
+    kind: ClassVar[Kind] = "activation"
+    """The kind of layer that it makes narrower."""
 
     def __str__(self) -> str:
         return f"{self.count} features in block {self.block}"
@@ -81,9 +83,28 @@ class FewerHeads:
 
     block: int
     count: int
+    kind: ClassVar[Kind] = "attention"
+    """The kind of layer that it makes narrower."""
 
     def __str__(self) -> str:
         return f"{self.count} head{'s' if self.count > 1 else ''} in block {self.block}"
+
+
+@dataclass(frozen=True)
+class FewerDims:
+    """The heads of the attention of a block with this many dimensions each, fewer than before.
+
+    >>> print(FewerDims(3, 48))
+    heads of 48 dimensions in block 3
+    """
+
+    block: int
+    count: int
+    kind: ClassVar[Kind] = "attention"
+    """The kind of layer that it makes narrower."""
+
+    def __str__(self) -> str:
+        return f"heads of {self.count} dimensions in block {self.block}"
 
 
 @dataclass(frozen=True)
@@ -117,8 +138,10 @@ class FewerTokens:
 
 Move = Site | Tail
 """What a plan may have more than another: one more layer removed, or a longer tail."""
-Narrower = FewerFeatures | FewerHeads
+Narrower = FewerFeatures | FewerHeads | FewerDims
 """One branch that is narrower than before."""
+NARROWER: dict[str, type[Narrower]] = {"heads": FewerHeads, "head_dims": FewerDims, "features": FewerFeatures}
+"""Fields of a plan that make branches narrower, in the order in which a block is fitted."""
 FrontierMove = Styled | Tail | Narrower | FewerTokens
 """The same for a frontier: one more layer removed in some style, a longer tail, a narrower branch, or fewer tokens."""
 
@@ -229,6 +252,8 @@ class Plan:
     """(block, count) of the FFNs that keep only so many of their hidden features."""
     heads: tuple[tuple[int, int], ...] = ()
     """(block, count) of the attention layers that keep only so many of their heads."""
+    head_dims: tuple[tuple[int, int], ...] = ()
+    """(block, count) of the attention layers whose heads keep only so many dimensions."""
     tokens: Tokens | None = None
     """How blocks reduce tokens, if they do."""
 
@@ -240,8 +265,8 @@ class Plan:
             raise PlanError(f"tail of a plan is how many of the last blocks it has, such as 2, not {self.tail!r}")
         object.__setattr__(self, "tail", int(self.tail))
         object.__setattr__(self, "site_styles", self._settled_styles())
-        for name, kind in _NARROWED.items():
-            object.__setattr__(self, name, self._settled_counts(name, kind))
+        for name in NARROWER:
+            object.__setattr__(self, name, self._settled_counts(name))
         if not isinstance(self.tokens, Tokens | None):
             raise PlanError(f"tokens of a plan is null or an object with method and r, not {self.tokens!r}")
 
@@ -257,10 +282,10 @@ class Plan:
         own = dict(zip(KINDS, self.styles, strict=True))
         return tuple(sorted((kind, block, style) for (kind, block), style in found.items() if style != own[kind]))
 
-    def _settled_counts(self, name: str, kind: Kind) -> tuple[tuple[int, int], ...]:
-        """Return ``features`` or ``heads`` sorted, without blocks that have none because that layer is removed."""
-        found = dict(_counts(name, getattr(self, name)))
-        return tuple(sorted((block, count) for block, count in found.items() if block not in getattr(self, kind)))
+    def _settled_counts(self, name: str) -> tuple[tuple[int, int], ...]:
+        """Return a field of ``NARROWER`` sorted, without blocks that have none because that layer is removed."""
+        found, removed = dict(_counts(name, getattr(self, name))), getattr(self, NARROWER[name].kind)
+        return tuple(sorted((block, count) for block, count in found.items() if block not in removed))
 
     def __len__(self) -> int:
         return len(self.attention) + len(self.activation)
@@ -297,10 +322,10 @@ class Plan:
         more = {kind: tuple(site.block for site in sites if site.kind == kind) for kind in KINDS}
         attention, activation = ((*getattr(self, kind), *more[kind]) for kind in KINDS)
         tail = max(self.tail, *(move.length for move in moves if isinstance(move, Tail)), 0)
-        features, heads = (
-            {**dict(before), **{move.block: move.count for move in moves if isinstance(move, kind)}}
-            for before, kind in ((self.features, FewerFeatures), (self.heads, FewerHeads))
-        )
+        narrower: dict[str, Any] = {
+            name: (*getattr(self, name), *((move.block, move.count) for move in moves if isinstance(move, kind)))
+            for name, kind in NARROWER.items()
+        }
         styles = (*self.site_styles, *((site.kind, site.block, style) for site, style in styled.items()))
         tokens = [move.tokens for move in moves if isinstance(move, FewerTokens)]
         return replace(
@@ -310,8 +335,7 @@ class Plan:
             activation=activation,
             tail=tail,
             site_styles=styles,
-            features=tuple(features.items()),
-            heads=tuple(heads.items()),
+            **narrower,
         )
 
     def removes(self, site: Site) -> bool:
@@ -348,8 +372,22 @@ class Plan:
         >>> [str(move) for move in Plan(features=((0, 64), (1, 32)), heads=((1, 2),)).narrower]
         ['64 features in block 0', '2 heads in block 1', '32 features in block 1']
         """
-        rows = [FewerHeads(*row) for row in self.heads] + [FewerFeatures(*row) for row in self.features]
-        return tuple(sorted(rows, key=lambda move: move.block))  # stable: heads come first
+        moves: list[Narrower] = [kind(*row) for name, kind in NARROWER.items() for row in getattr(self, name)]
+        return tuple(sorted(moves, key=lambda move: move.block))  # stable: attention comes first
+
+    @property
+    def narrowed(self) -> int:
+        """How many layers are narrower; an attention of fewer and smaller heads is one.
+
+        >>> Plan(features=((1, 32),), heads=((1, 2),), head_dims=((1, 48),)).narrowed
+        2
+        """
+        return len({(move.kind, move.block) for move in self.narrower})
+
+    def without_narrower(self) -> Plan:
+        """Return the plan with all branches as wide as they were."""
+        none: dict[str, Any] = dict.fromkeys(NARROWER, ())
+        return replace(self, **none)
 
     @property
     def fitted(self) -> tuple[str, ...]:
@@ -420,7 +458,7 @@ class Plan:
             removal=tuple(removal) if isinstance(removal, list) else removal,
             tail=values.get("tail", 0),
             site_styles=_site_styles(values.get("site_styles", ())),
-            **{name: _counts(name, values.get(name, ())) for name in _NARROWED},
+            **{name: _counts(name, values.get(name, ())) for name in NARROWER},
             tokens=_tokens(values.get("tokens")),
             anatomy=_anatomy(values.get("anatomy")),
             fits=_fits(values.get("fits", ())),
@@ -503,12 +541,8 @@ def _is_site_style(row: Any) -> bool:
     return isinstance(row[0], str) and _is_block(row[1]) and isinstance(row[2], str)
 
 
-_NARROWED: dict[str, Kind] = {"features": "activation", "heads": "attention"}
-"""Fields of a plan that make branches narrower, and the kind of layer without which they have no meaning."""
-
-
 def _counts(name: str, values: Any) -> tuple[tuple[int, int], ...]:
-    """Return rows of ``Plan.features`` or ``Plan.heads`` as tuples; ``PlanError`` if they are something else."""
+    """Return rows of a field of ``NARROWER`` as tuples; ``PlanError`` if they are something else."""
     is_list = isinstance(values, list | tuple) and all(isinstance(row, list | tuple) for row in values)
     if not is_list or not all(len(row) == 2 and all(map(_is_block, row)) and row[1] > 0 for row in values):
         raise PlanError(f"{name} of a plan is a list of (block, count), not {reprlib.repr(values)}")

@@ -71,7 +71,7 @@ class RunConfig(GoalFields):
     It is also hetdpt where a setting is given that mixed has no use for, such as compare, tail or tokens.
     """
     moves: tuple[str, ...] = tuple(MOVES)
-    """What the method mixed may remove: attention, activation, tail, features, heads, tokens."""
+    """What the method mixed may remove: attention, activation, tail, features, heads, head_dims, tokens."""
     compare: tuple[str, ...] = ()
     """Other methods to try with the same number of layers and the same fine-tuning, such as random,attention-only."""
     samples: Path | None = None

@@ -1,7 +1,7 @@
 """The search for a frontier in a run directory that processes of one or several machines share.
 
 run.json      the settings, the same for all processes
-move_prices.json   what layers, tails, features and tokens cost, timed by one process
+move_prices.json   what layers, tails, features, heads and tokens cost, timed by one process
 damages/      one file for each group of damages, in the order in which the search asks for them
 claims/       which process measures what
 

@@ -33,7 +33,7 @@ def apply_(
     if plan.narrower or plan.tokens:
         require_more_than_once(batches, "once for each part of the plan")
         require_applicable(model, plan, Peeked(batches, model, PURPOSE).size)
-    layers = replace(plan, features=(), heads=(), tokens=None)
+    layers = replace(plan.without_narrower(), tokens=None)
     if not layers.is_empty or record_of(model) is None:
         remove_(model, layers, batches, progress=progress)
     if plan.narrower:
@@ -49,7 +49,7 @@ def require_applicable(model: nn.Module, plan: Plan, input_size: InputSize | Non
 
 def placed(model: nn.Module, plan: Plan, input_size: InputSize | None = None) -> nn.Module:
     """Return a copy of ``model`` with the modules that ``apply_`` would leave, in which nothing is fitted."""
-    found = place_(clone(model), replace(plan, features=(), heads=(), tokens=None, fits=()), input_size)
+    found = place_(clone(model), replace(plan.without_narrower(), tokens=None, fits=()), input_size)
     require_narrower(found, plan.narrower)
     for move in plan.narrower:
         if move.count < inner_count(found, move):
@@ -75,7 +75,7 @@ class Refits:
         """Return the model of ``plan``, which is not to be changed."""
         known, self._earlier = {**self._earlier, **self._latest}, self._latest
         self._latest = {}
-        layers = replace(plan, features=(), heads=(), tokens=None)
+        layers = replace(plan.without_narrower(), tokens=None)
         found = self._keep(layers, known) or self._put(layers, apply_(clone(self.dense), layers, self.batches))
         for end, move in enumerate(plan.narrower, 1):
             part = (layers, plan.narrower[:end])

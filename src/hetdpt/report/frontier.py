@@ -9,7 +9,7 @@ from shlex import join
 from typing import Any
 
 from hetdpt.core.format import counted, interval, milliseconds, percent, signed, times
-from hetdpt.core.plan import KINDS, Plan, Site
+from hetdpt.core.plan import KINDS, NARROWER, Plan, Site
 from hetdpt.report.charts import HALF, WIDE, Chart, Look, PageChart, PageFigure, page_figure, save
 from hetdpt.report.commands import Command
 from hetdpt.report.headline import Tile
@@ -22,11 +22,10 @@ from hetdpt.store.atomic import write_csv, write_text, written
 PLANS, TABLE, FIGURE, PAGE = "plans", "frontier.csv", "frontier.png", "frontier.html"
 COLUMNS = (
     *("speedup", "damage", "ms", "accuracy", "low", "high", "images"),
-    *(*KINDS, "tail", "features", "heads", "tokens", "plan"),
+    *(*KINDS, "tail", *NARROWER, "tokens", "plan"),
 )
 POINT = Look("accent", "o", css="best")
 LINE = Look("accent", line="-", order=2)
-NARROWER = ("features", "heads")  # fields of a plan
 ACROSS = "speedup, by the times of single layers"
 SHOWN_FIRST = 1.5  # the speedup of the point that is picked when the page is opened
 
@@ -208,7 +207,7 @@ def _overview(found: FrontierResult) -> Table:
     rows = []
     for point in found.points:
         plan = point.plan
-        counts = len(plan.attention), len(plan.activation), plan.tail, len(plan.narrower)
+        counts = len(plan.attention), len(plan.activation), plan.tail, plan.narrowed
         accuracy = [percent(point.accuracy.top1) if point.accuracy else "–"] * bool(found.dense_accuracy)
         cells = times(found.speedup(point)), f"{point.damage:.4g}", *accuracy, *(str(one or "–") for one in counts)
         rows.append((*cells, f"{plan.tokens.method} {plan.tokens.r}" if plan.tokens else "–"))
@@ -249,12 +248,16 @@ def removed(plan: Plan) -> Table:
 
     >>> removed(Plan(attention=(3,), removal=("linear", "calibrated"), features=((3, 64),), heads=((4, 2),))).rows
     [('3', 'removed: linear', '64 hidden features'), ('4', '2 heads', 'kept')]
+    >>> removed(Plan(heads=((4, 2),), head_dims=((4, 48), (5, 56)))).rows
+    [('4', '2 heads of 48 dimensions', 'kept'), ('5', 'heads of 56 dimensions', 'kept')]
     """
     ffns = {block: f"{count} hidden features" for block, count in plan.features}
     ffns |= {
         block: f"activation removed: {plan.style_of(Site('activation', block, '')).name}" for block in plan.activation
     }
-    attention = {block: counted(count, "head") for block, count in plan.heads}
+    heads = {block: counted(count, "head") for block, count in plan.heads}
+    dims = {block: f"{heads.get(block, 'heads')} of {counted(count, 'dimension')}" for block, count in plan.head_dims}
+    attention = heads | dims
     attention |= {block: f"removed: {plan.style_of(Site('attention', block, '')).name}" for block in plan.attention}
     blocks = sorted({*ffns, *attention})
     rows = [(str(block), attention.get(block, "kept"), ffns.get(block, "kept")) for block in blocks]

@@ -18,7 +18,7 @@ from typing import TypeVar
 from torch import Tensor, nn
 
 from hetdpt.core.modules import Held, Peeked, require_more_than_once
-from hetdpt.core.plan import FewerFeatures, FewerHeads, FewerTokens, FrontierMove, Plan, Removal, Styled, Tail
+from hetdpt.core.plan import FewerTokens, FrontierMove, Narrower, Plan, Removal, Styled, Tail
 from hetdpt.reduce.apply import Refits, placed
 from hetdpt.results import FrontierPoint
 from hetdpt.selection.damage import PURPOSE, Cost, DenseOutputs
@@ -278,16 +278,14 @@ def _is_possible(plan: Plan) -> bool:
 
 
 def _key(move: FrontierMove) -> object:
-    """Return what stays the same when a move is offered again, with one more block, fewer features or fewer heads."""
+    """Return what stays the same when a move is offered again, with one more block or a narrower branch."""
     if isinstance(move, Styled):
         return move
-    return (kind_of(move), move.block) if isinstance(move, FewerFeatures | FewerHeads) else kind_of(move)
+    return (kind_of(move), move.block) if isinstance(move, Narrower) else kind_of(move)
 
 
 def _branch(move: FrontierMove) -> object:
     """Return the branch that a move changes."""
     if isinstance(move, Styled):
         return move.site.kind, move.site.block
-    if isinstance(move, FewerHeads):
-        return "attention", move.block
-    return ("activation", move.block) if isinstance(move, FewerFeatures) else move
+    return (move.kind, move.block) if isinstance(move, Narrower) else move

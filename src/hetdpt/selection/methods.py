@@ -127,7 +127,8 @@ _ROWS = (
         split="none",
         score="damage",
         paper="none: ours",
-        about="Every kind of removal by damage per millisecond: layers, tails, hidden features, heads and tokens.",
+        about="Every kind of removal by damage per millisecond: layers, tails, hidden features, heads, their "
+        "dimensions and tokens.",
     ),
 )
 METHODS: dict[str, Method] = {row.name: row for row in _ROWS}

@@ -11,7 +11,7 @@ from torch import nn
 
 from hetdpt.core.errors import ModelError
 from hetdpt.core.modules import clone
-from hetdpt.core.plan import KINDS, FewerFeatures, FewerHeads, Plan, Removal, Styled
+from hetdpt.core.plan import KINDS, FewerDims, FewerFeatures, FewerHeads, Narrower, Plan, Removal, Styled
 from hetdpt.core.progress import StageProgress, StepProgress
 from hetdpt.core.styles import STYLES
 from hetdpt.core.tokens import Tokens
@@ -19,7 +19,7 @@ from hetdpt.measurement.costs import Costs
 from hetdpt.measurement.kept_blocks import trimmed
 from hetdpt.measurement.speed import LatencyTable, Part, latency_table, measure_hidden_sizes, measure_throughput
 from hetdpt.reduce.tokens.reduce import reduce_tokens_
-from hetdpt.reduce.width.inner import cut_branch_, feature_counts, head_counts
+from hetdpt.reduce.width.inner import cut_branch_, dim_counts, feature_counts, head_counts
 from hetdpt.results import Price, Prices
 from hetdpt.selection.moves import MOVES, STEP, sizes_to_time, step_of
 from hetdpt.selection.predictor.pricing import measure_prices
@@ -29,7 +29,8 @@ from hetdpt.surgery.record import InputSize, layout_of, require_record
 from hetdpt.surgery.remove import ready, without
 
 FEATURES = "activation features"  # the name of the variant with half of the features
-HEADS = "attention heads"  # the name of the variant with half of the heads
+HEADS = "attention heads"  # with half of the heads
+DIMS = "attention head_dims"  # with half of the dimensions of each
 TIMED_PART = 24  # of the tokens, merged in every block when the time that matching takes is measured
 NOTHING = Price(0.0, 0.0, 0.0)
 
@@ -73,7 +74,7 @@ class TokenPrices:
 
 @dataclass(frozen=True)
 class Fewer:
-    """What fewer hidden features or heads save in a block that updates all tokens."""
+    """What a narrower branch saves in a block that updates all tokens."""
 
     saved: Price
     part: float
@@ -92,7 +93,7 @@ def _fewer(priced: Iterable[tuple[int, int, Price]], left: Iterable[tuple[int, i
 
 @dataclass(frozen=True)
 class MovePrices:
-    """The costs of layers and tails, and beside them those of styles, hidden features, heads and tokens."""
+    """The costs of layers and tails, and beside them those of styles, narrower branches and tokens."""
 
     layers: Prices
     styles: tuple[tuple[str, int, str, Price], ...] = ()
@@ -101,6 +102,8 @@ class MovePrices:
     """(block, how many hidden features it has, what one of them costs)."""
     heads: tuple[tuple[int, int, Price], ...] = ()
     """(block, how many heads it has, what one of them costs)."""
+    head_dims: tuple[tuple[int, int, Price], ...] = ()
+    """(block, how many dimensions its heads have, what one of each costs)."""
     tokens: TokenPrices | None = None
     """None if tokens cannot be reduced."""
     step: int = STEP
@@ -113,7 +116,7 @@ class MovePrices:
 
     def of(self, plan: Plan) -> Price:
         """Return the cost of the model that ``plan`` leaves."""
-        left = self.layers.of(replace(plan, features=(), heads=(), site_styles=(), tokens=None))
+        left = self.layers.of(replace(plan.without_narrower(), site_styles=(), tokens=None))
         for block in {*(block for _, block, _ in plan.site_styles), *(move.block for move in plan.narrower)}:
             attention, ffn = self._saved_beside(plan, block)
             left = left - attention - ffn
@@ -133,12 +136,20 @@ class MovePrices:
                 saved[kind] = own - usual
         if fewer := _fewer(self.features, plan.features, block):
             saved["activation"] = fewer.saved if is_before else Price(0.0, fewer.saved.params, 0.0)
-        if fewer := _fewer(self.heads, plan.heads, block):
+        if fewer := self._fewer_in_attention(plan, block):
             saved["attention"] = fewer.saved if is_before else self._saved_by_heads(plan, block, fewer)
         return saved["attention"], saved["activation"]
 
+    def _fewer_in_attention(self, plan: Plan, block: int) -> Fewer | None:
+        """Return what is saved by fewer heads, and by fewer dimensions of those that are left."""
+        heads, dims = _fewer(self.heads, plan.heads, block), _fewer(self.head_dims, plan.head_dims, block)
+        if heads is None or dims is None:
+            return heads or dims
+        left = 1 - heads.part
+        return Fewer(heads.saved + dims.saved.times(left), 1 - left * (1 - dims.part))
+
     def _saved_by_heads(self, plan: Plan, block: int, fewer: Fewer) -> Price:
-        """Return what fewer heads save in a block where patches are not updated."""
+        """Return what fewer or smaller heads save in a block where patches are not updated."""
         kept = self.layers.kept[block]
         assert kept is not None
         whole = (kept.attention or NOTHING).times(fewer.part)
@@ -200,7 +211,7 @@ def measure_move_prices(
     layers = measure_prices(model, removal=removal, input_size=size, latency=table, progress=progress)
     timed = {part: replace(saved[part], ms=time.value) for part, time in table.variants.items()}
     styles, one_of = list[tuple[str, int, str, Price]](), dict[str, list[tuple[int, int, Price]]]()
-    counts = {FEATURES: feature_counts(whole), HEADS: head_counts(whole)}
+    counts = {name: found for name, _, found in _narrower(whole)}
     for (name, block), price in timed.items():
         if name in counts:
             count = counts[name][block]
@@ -208,8 +219,8 @@ def measure_move_prices(
         else:
             kind, style = name.split(" ")
             styles.append((kind, block, style, price))
-    features, heads = (tuple(one_of.get(name, ())) for name in (FEATURES, HEADS))
-    found = MovePrices(layers, tuple(styles), features, heads, step=_measure_step(whole, size, batch))
+    features, heads, dims = (tuple(one_of.get(name, ())) for name in (FEATURES, HEADS, DIMS))
+    found = MovePrices(layers, tuple(styles), features, heads, dims, step=_measure_step(whole, size, batch))
     return _with_tokens(found, whole, size, table, batch, progress)
 
 
@@ -226,21 +237,27 @@ def _measure_step(whole: nn.Module, size: InputSize, batch: int | None) -> int:
 
 
 def _variants(whole: nn.Module) -> Mapping[Part, nn.Module]:
-    """Return copies of a model with each style that is not its own, and with half of a block's features or heads."""
+    """Return copies of a model with each style that is not its own, and with half the width of a branch."""
     own, found = require_record(whole).plan, dict[Part, nn.Module]()
     for move in (move for kind in KINDS for move in MOVES[kind].offers(whole, whole, STEP)):
         assert isinstance(move, Styled)
         if not _cost_alike(own.style_of(move.site).name, move.style):
             part = f"{move.site.kind} {move.style}", move.site.block
             found[part] = merge_(without(whole, move.site, move.style))
-    for name, kind, counts in (
-        (FEATURES, FewerFeatures, feature_counts(whole)),
-        (HEADS, FewerHeads, head_counts(whole)),
-    ):
+    for name, fewer, counts in _narrower(whole):
         for block, count in counts.items():
             if count > 1:
-                found[name, block] = cut_branch_(clone(whole), kind(block, count - count // 2))
+                found[name, block] = cut_branch_(clone(whole), fewer(block, count - count // 2))
     return found
+
+
+def _narrower(whole: nn.Module) -> tuple[tuple[str, type[Narrower], dict[int, int]], ...]:
+    """Return the name of each variant that has a branch of half its width, with its move and all counts by block."""
+    return (
+        (FEATURES, FewerFeatures, feature_counts(whole)),
+        (HEADS, FewerHeads, head_counts(whole)),
+        (DIMS, FewerDims, dim_counts(whole)),
+    )
 
 
 def _cost_alike(one: str, other: str) -> bool:

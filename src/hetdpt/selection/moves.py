@@ -13,11 +13,21 @@ from torch import Tensor, nn
 
 from hetdpt.core.errors import ModelError
 from hetdpt.core.modules import clone
-from hetdpt.core.plan import FewerFeatures, FewerHeads, FewerTokens, FrontierMove, Kind, Styled, Tail
+from hetdpt.core.plan import (
+    NARROWER,
+    FewerDims,
+    FewerFeatures,
+    FewerHeads,
+    FewerTokens,
+    FrontierMove,
+    Kind,
+    Styled,
+    Tail,
+)
 from hetdpt.core.styles import STYLES
 from hetdpt.core.tokens import Tokens
 from hetdpt.reduce.tokens.reduce import reduce_tokens_, restore_tokens_
-from hetdpt.reduce.width.inner import feature_counts, head_counts, with_narrower
+from hetdpt.reduce.width.inner import dim_counts, feature_counts, head_counts, with_narrower
 from hetdpt.surgery.arrange import kept_of
 from hetdpt.surgery.calibrate import fit_sites, replaced, with_tail
 from hetdpt.surgery.record import layout_of, require_record
@@ -26,6 +36,7 @@ from hetdpt.surgery.replacement import why_not_removable
 from hetdpt.surgery.tail import is_tail_possible
 
 CHUNKS = 12  # of the hidden features of an FFN; each is one move
+DIM_CHUNKS = 8  # of the dimensions of the heads of an attention; each is one move
 STEP = 8  # of the sizes of FFNs, where it is not measured
 STEPS = (1, 8, 16, 32, 64)  # of which the device may need one
 SLOWER = 1.03  # times as long as with the best step, a feature may take
@@ -114,6 +125,13 @@ def _heads(model: nn.Module, *_: Any) -> list[FewerHeads]:
     return [FewerHeads(block, count - 1) for block, count in left.items()]
 
 
+def _head_dims(model: nn.Module, dense: nn.Module, _: int) -> list[FewerDims]:
+    """Return a few dimensions less for the heads of each attention whose queries are of all tokens."""
+    chunks = {block: dims_chunk_of(count) for block, count in dim_counts(dense).items()}
+    left = {block: count for block, count in dim_counts(model).items() if block < _stop(model)}
+    return [FewerDims(block, count - chunks[block]) for block, count in left.items() if count > chunks[block]]
+
+
 def chunk_of(count: int, step: int = STEP) -> int:
     """Return how many of ``count`` hidden features one move removes: a twelfth, in multiples of ``step`` if it can.
 
@@ -122,6 +140,11 @@ def chunk_of(count: int, step: int = STEP) -> int:
     """
     part = max(count // CHUNKS, 1)
     return part // step * step or part
+
+
+def dims_chunk_of(count: int) -> int:
+    """Return how many of ``count`` dimensions of each head one move removes: an eighth, at least one."""
+    return max(count // DIM_CHUNKS, 1)
 
 
 def sizes_to_time(count: int) -> dict[int, int]:
@@ -197,6 +220,12 @@ MOVES: dict[str, MoveKind] = {
             about="The attention of a block loses a head.",
         ),
         MoveKind(
+            name="head_dims",
+            offers=_head_dims,
+            variants=with_narrower,
+            about="The heads of the attention of a block lose an eighth of their dimensions.",
+        ),
+        MoveKind(
             name="tokens",
             offers=_tokens,
             variants=_with_fewer_tokens,
@@ -216,9 +245,9 @@ def kind_of(move: FrontierMove) -> str:
         return move.site.kind
     if isinstance(move, FewerTokens):
         return "tokens"
-    if isinstance(move, FewerHeads):
-        return "heads"
-    return "tail" if isinstance(move, Tail) else "features"
+    if isinstance(move, Tail):
+        return "tail"
+    return next(name for name, kind in NARROWER.items() if isinstance(move, kind))
 
 
 def offered(model: nn.Module, dense: nn.Module, kinds: Iterable[str], step: int = STEP) -> list[FrontierMove]:

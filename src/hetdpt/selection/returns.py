@@ -8,16 +8,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hetdpt.core.plan import KINDS, FewerFeatures, Kind, Narrower, Plan
+from hetdpt.core.plan import KINDS, Kind, Narrower, Plan
 from hetdpt.reduce.apply import placed
 from hetdpt.reduce.tokens.reduce import reduce_tokens_
 from hetdpt.reduce.width.inner import inner_count, narrow_branches_
 from hetdpt.selection.damage import Cost
-from hetdpt.selection.moves import STEP, chunk_of
+from hetdpt.selection.moves import STEP, chunk_of, dims_chunk_of, kind_of
 from hetdpt.surgery.fit_tail import fit_tail_
 from hetdpt.surgery.record import require_record
 
@@ -40,9 +41,9 @@ class Return:
 
 
 def returns(plan: Plan, dense: nn.Module, step: int = STEP) -> list[Return]:
-    """Return what ``plan`` can give back: a layer, a chunk of features, a head, a tail block, half of the merging.
+    """Return what ``plan`` can give back: a layer, features, a head, dimensions, a tail block, half of the merging.
 
-    Chunks of features are multiples of ``step``.
+    Features and dimensions are given back in the chunks of their moves, those of features multiples of ``step``.
     """
     layers = [(kind, block) for kind in KINDS for block in getattr(plan, kind)]
     found = [Return(f"{kind} {block}", _with_layer(plan, kind, block)) for kind, block in layers]
@@ -84,19 +85,20 @@ def _with_layer(plan: Plan, kind: Kind, block: int) -> Plan:
 
 
 def _wider(plan: Plan, move: Narrower, whole: int, step: int) -> Return:
-    """Return a chunk of features or a head given back to a branch that had ``whole`` of them."""
-    is_ffn = isinstance(move, FewerFeatures)
-    more = move.count + (chunk_of(whole, step) if is_ffn else 1)
-    what = f"{'features' if is_ffn else 'heads'} in block {move.block}"
+    """Return a chunk of features, a head or a chunk of dimensions given back to a branch that had ``whole`` of them."""
+    name = kind_of(move)
+    chunks = {"features": chunk_of(whole, step), "heads": 1, "head_dims": dims_chunk_of(whole)}
+    more = move.count + chunks[name]
+    what = f"{name.replace('_', ' ')} in block {move.block}"
     return Return(what, _with_width(plan, move, more if more < whole else None))
 
 
 def _with_width(plan: Plan, move: Narrower, count: int | None = None) -> Plan:
-    """Return ``plan`` with ``count`` features or heads in the branch of ``move``, or all of them."""
-    is_ffn = isinstance(move, FewerFeatures)
-    others = tuple(row for row in (plan.features if is_ffn else plan.heads) if row[0] != move.block)
-    left = others if count is None else (*others, (move.block, count))
-    return replace(plan, features=left) if is_ffn else replace(plan, heads=left)
+    """Return ``plan`` with ``count`` of what ``move`` makes fewer in its block, or all of them."""
+    name = kind_of(move)
+    others = tuple(row for row in getattr(plan, name) if row[0] != move.block)
+    left: dict[str, Any] = {name: others if count is None else (*others, (move.block, count))}
+    return replace(plan, **left)
 
 
 @torch.no_grad()
@@ -104,27 +106,34 @@ def put_back(current: nn.Module, dense: nn.Module, plan: Plan, batches: Iterable
     """Return a copy of ``current`` that has given back what ``plan`` does not remove, taken from ``dense``.
 
     ``plan`` is that of a ``Return``. The rest is as it is in ``current``, not fitted again, but for the tail if more of
-    it reads patches. ``batches`` are read only where a branch has another width then, and for that.
+    it, or wider attention, reads patches. ``batches`` are read only for that, and where a branch has another width.
     """
     record = require_record(current)
-    features = tuple(row for row in plan.features if row in record.plan.features)
-    heads = tuple(row for row in plan.heads if row in record.plan.heads)
-    found = placed(dense, replace(plan, features=features, heads=heads, tokens=None))
+    changed = {(move.kind, move.block) for move in {*plan.narrower} ^ {*record.plan.narrower}}
+    same = [move for move in plan.narrower if (move.kind, move.block) not in changed]
+    found = placed(dense, replace(plan.without_narrower(), tokens=None).plus(*same))
     _share_values_(found, current)
-    if narrower := [move for move in plan.narrower if move not in record.plan.narrower]:
+    if narrower := [move for move in plan.narrower if move not in same]:
         narrow_branches_(found, narrower, batches)
-    if (plan.tail, plan.attention) != (record.plan.tail, record.plan.attention):
+    stop = record.survey.anatomy.blocks - plan.tail
+    is_in_tail = any(kind == "attention" and block >= stop for kind, block in changed)
+    if is_in_tail or (plan.tail, plan.attention) != (record.plan.tail, record.plan.attention):
         fit_tail_(found, batches)
     return reduce_tokens_(found, plan.tokens) if plan.tokens else found
 
 
 def _share_values_(model: nn.Module, current: nn.Module) -> None:
-    """Let ``model`` have the tensors of ``current`` at equal names, but those that scale a layer it gives back."""
+    """Let ``model`` have the tensors of ``current`` at equal names, but those that scale a layer it gives back.
+
+    Layers of another size, of which a bias may have the same, keep their own.
+    """
     removed, now = require_record(model).plan, require_record(current)
     given_back = [handle for handle in now.removed if not removed.removes(handle.site)]
     own = {name for handle in given_back for name in (handle.parts.parameters if handle.parts else ())}
     theirs = dict(current.named_parameters())
-    for name, mine in dict(model.named_parameters()).items():
-        if name in theirs and name not in own and theirs[name].shape == mine.shape:
-            path, _, last = name.rpartition(".")
-            setattr(model.get_submodule(path), last, theirs[name])
+    for path, layer in model.named_modules():
+        mine = dict(layer.named_parameters(path, recurse=False))
+        shared = mine.keys() & theirs.keys()
+        if all(theirs[name].shape == mine[name].shape for name in shared):
+            for name in shared - own:
+                setattr(layer, name.rpartition(".")[2], theirs[name])

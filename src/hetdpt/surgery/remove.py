@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -27,7 +28,7 @@ from hetdpt.core.gates import (
     replacement_class,
 )
 from hetdpt.core.modules import clone, put_, require_takes
-from hetdpt.core.plan import Fit, Plan, Removal, Site, with_class_token
+from hetdpt.core.plan import NARROWER, Fit, Plan, Removal, Site, with_class_token
 from hetdpt.core.styles import ClassTokenChoice, Style
 from hetdpt.surgery.arrange import arrange_, require_arrangeable
 from hetdpt.surgery.merge import merge_ffn_, neutralise_
@@ -122,14 +123,14 @@ def _united(plan: Plan, record: Record) -> Plan:
     fits = record.plan.fits or plan.fits
     before = [handle.site for handle in record.removed]
     kept = [(site.kind, site.block, record.plan.style_of(site).name) for site in before]
+    narrower: dict[str, Any] = {name: (*getattr(record.plan, name), *getattr(plan, name)) for name in NARROWER}
     return replace(
         plan,
         attention=tuple(attention),
         activation=tuple({*plan.activation, *record.plan.activation}),
         site_styles=(*plan.site_styles, *kept),
         tail=max(plan.tail, record.plan.tail),
-        features=(*record.plan.features, *plan.features),
-        heads=(*record.plan.heads, *plan.heads),
+        **narrower,
         anatomy=record.survey.anatomy,
         fits=tuple(fit for fit in fits if fit.kind != "tail" or fit.block not in attention),
     )

@@ -112,7 +112,7 @@ class TrainingTrial:
 
 def _rough_cost(plan: Plan) -> float:
     """Return a cost of ``plan`` by which every move saves something, for a trial of a search."""
-    changed = len(plan) + plan.tail + len(plan.features) + (plan.tokens.r if plan.tokens else 0)
+    changed = len(plan) + plan.tail + len(plan.narrower) + (plan.tokens.r if plan.tokens else 0)
     return float(MANY - changed)
 
 

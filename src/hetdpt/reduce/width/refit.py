@@ -44,10 +44,10 @@ class InputMoments:
 
     def moments(self, has_bias: bool) -> Moments:
         """Return the moments over all images: centred if the layer has a bias, else about 0."""
-        return _centred(Moments.sum(self.folds), has_bias)
+        return centred(Moments.sum(self.folds), has_bias)
 
 
-def _centred(inputs: Moments, has_bias: bool) -> Moments:
+def centred(inputs: Moments, has_bias: bool) -> Moments:
     """Return ``inputs`` or, without a bias, their moments about 0, so that a fit has no bias either."""
     if has_bias:
         return inputs
@@ -110,7 +110,7 @@ def refit_(layer: nn.Linear, kept: Tensor, given: InputMoments) -> None:
     lost = is_lost.nonzero().flatten()
     if not len(lost):
         return
-    folds = [_centred(fold, layer.bias is not None) for fold in given.folds if fold.weight]
+    folds = [centred(fold, layer.bias is not None) for fold in given.folds if fold.weight]
     fit = fit_linear([_of_lost(fold, weight[:, lost], kept, lost) for fold in folds])
     weight[:, kept] += fit.weight
     layer.weight = nn.Parameter(weight.to(layer.weight), layer.weight.requires_grad)
