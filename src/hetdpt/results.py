@@ -625,7 +625,7 @@ class SelectResult:
         blocks = {kind: getattr(self.plan, kind) for kind in KINDS}
         parts = [f"{kind} {' '.join(map(str, of))}" for kind, of in blocks.items() if of]
         parts += [str(Tail(self.plan.tail))] if self.plan.tail else []
-        parts += [f"{counted(len(self.plan.features), 'FFN')} narrowed"] if self.plan.features else []
+        parts += [f"{counted(self.plan.narrowed, 'layer')} narrowed"] if self.plan.narrowed else []
         parts += [str(FewerTokens(self.plan.tokens))] if self.plan.tokens else []
         return ", ".join(parts) or "no layers"
 

@@ -160,8 +160,8 @@ def _print(found: RunSummary, out: Path) -> None:
     click.echo(f"removed: {'; '.join(removed)}")
     if found.plan.tail:
         click.echo(f"tail: patches are not updated in the last {counted(found.plan.tail, 'block')}")
-    if found.plan.features:
-        click.echo(f"hidden features: fewer in {counted(len(found.plan.features), 'FFN')}")
+    if found.plan.narrowed:
+        click.echo(f"fewer hidden features or heads: in {counted(found.plan.narrowed, 'layer')}")
     if found.ratios:
         click.echo(f"width: {widths(found.ratios)} less")
     if found.tokens:

@@ -119,7 +119,7 @@ def _removed(chosen: SelectResult, analysis: AnalyseResult | None, narrowing: Na
     """Return how many layers and how much width were removed, and the tail."""
     plan, budget = chosen.plan, chosen.plan.budget
     beside = [f"a {Tail(plan.tail)}"] if plan.tail else []
-    beside += [f"fewer hidden features in {counted(len(plan.features), 'FFN')}"] if plan.features else []
+    beside += [f"{counted(plan.narrowed, 'layer')} narrowed"] if plan.narrowed else []
     beside += [fewer_tokens(plan.tokens)] if plan.tokens else []
     tail = f", with {', '.join(beside)}" if beside else ""
     removed, narrower = layers(budget.attention, budget.activation), width(narrowing.ratios) if narrowing else ""
@@ -188,13 +188,14 @@ def stopped(plan: Plan, analysis: AnalyseResult) -> list[str]:
 
 
 def narrower(plan: Plan) -> list[str]:
-    """Return how many FFNs have fewer hidden features, and how tokens are reduced, a sentence each.
+    """Return how many layers are narrower, and how tokens are reduced, a sentence each.
 
     >>> narrower(Plan(features=((0, 64), (3, 32)))), narrower(Plan())
-    (['2 FFNs have fewer hidden features.'], [])
+    (['2 layers have fewer hidden features or heads.'], [])
     """
-    count = len(plan.features)
-    found = [f"{counted(count, 'FFN')} {'have' if count > 1 else 'has'} fewer hidden features."] if count else []
+    count = plan.narrowed
+    has = "have" if count > 1 else "has"
+    found = [f"{counted(count, 'layer')} {has} fewer hidden features or heads."] if count else []
     return found + ([reduced(plan.tokens)] if plan.tokens else [])
 
 
@@ -213,8 +214,7 @@ def trained(record: RunRecord) -> str:
     if recovery is None:
         return ""
     removed = ["the layers"] if chosen is None or len(chosen.plan) else []
-    removed += ["hidden features"] if chosen and chosen.plan.features else []
-    removed += ["width"] if record.results.narrow else []
+    removed += ["width"] if record.results.narrow or (chosen and chosen.plan.narrower) else []
     after = f"After the removal of {' and '.join(removed)}, the" if removed else "The"
     text = f"{after} model was fine-tuned for {counted(len(recovery.epochs) - 1, 'epoch')}."
     return " ".join([text, *(f"{note[0].upper()}{note[1:]}." for note in recovery.notes)])
