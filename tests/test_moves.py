@@ -215,16 +215,6 @@ def test_a_search_whose_damages_are_kept_takes_the_same_way(prices: MovePrices) 
     assert [*search_on(prices, measure=measure).rounds(least)] == points
 
 
-def test_a_search_continues_from_a_point(prices: MovePrices) -> None:
-    first, second = islice(search_on(prices).rounds(), 2)
-    other = search_on(prices)
-    other.resume(first)
-    continued = next(iter(other.rounds()))
-    assert continued.cost < first.cost
-    assert {*first.plan.attention} <= {*continued.plan.attention}
-    assert second.cost < first.cost
-
-
 def pretended(search: FrontierSearch, damage: Callable[[Plan], float]) -> FrontierSearch:
     """Let ``search`` measure nothing: the damage of every plan is given."""
 

@@ -124,10 +124,6 @@ class FrontierSearch:
         """The outputs of the dense model for the images of ``judge``."""
         return DenseOutputs(self.dense, self.judge)
 
-    def resume(self, point: FrontierPoint) -> None:
-        """Continue from a point of an earlier search whose damages were not kept."""
-        self.plan, self.damage = point.plan, point.damage
-
     def rounds(self, least: float = 0.0) -> Iterator[FrontierPoint]:
         """Yield a point after every round until a plan costs ``least``, or nothing is left to remove.
 
@@ -183,8 +179,8 @@ class FrontierSearch:
     def _best(self, tried: list[TriedMove]) -> list[TriedMove]:
         """Return the moves of this round: those with the least damage for what they save, one in a branch.
 
-        Once half of a round's share is saved, that of others is at most ``WORSE`` times that of the best, or that of
-        the latest round. Without this half, moves that do no damage at all would be made one by one.
+        After half of a round's share, only moves with at most ``WORSE`` times the ratio of the best one are added, or
+        with that of the latest round. Without this half, moves that do no damage would be made one by one.
         """
         taken, saved, branches = list[TriedMove](), 0.0, set[object]()
         order = sorted(tried, key=lambda one: one.ratio)
